@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi Delta Attention kernels: every stage once in Triton, and in plain PyTorch where Triton cannot run.
+
+The public names are resolved on first use: `import kda` imports neither Triton nor a backend.
+"""
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "backend_for": "dispatch",
+    "use_backend": "dispatch",
+    "why": "dispatch",
+    "FusedRMSNormGated": "modules",
+    "causal_conv1d_fn": "ops",
+    "causal_conv1d_update": "ops",
+    "chunk_kda": "ops",
+    "chunk_kda_with_fused_gate": "ops",
+    "fused_kda_gate": "ops",
+    "fused_recurrent_kda": "ops",
+    "gather_initial_states": "ops",
+    "rms_norm_gated": "ops",
+    "scatter_states": "ops",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'kda' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kda.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend serves a device, and why not a better one.
+
+`KDA_BACKEND=auto|triton|reference` asks for one for the whole process, `use_backend()` for a block of code:
+
+    >>> import kda
+    >>> with kda.use_backend("reference"):
+    ...     kda.backend_for("cpu")
+    'reference'
+"""
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from types import ModuleType
+
+import torch
+
+REQUESTS = ("auto", "triton", "reference")
+OLDEST_TRITON = (3, 6)
+
+_override: contextvars.ContextVar[str | None] = contextvars.ContextVar("kda_backend", default=None)
+
+
+def backend_for(device: torch.device | str) -> str:
+    """The backend that serves tensors on `device`.
+
+    Returns:
+        `"triton-cuda"`, `"triton-rocm"`, `"triton-cpu"`, `"triton-interpret"` or `"reference"`.
+
+    Raises:
+        RuntimeError: Triton was asked for and cannot serve the device.
+        ValueError: `KDA_BACKEND` holds an unknown word.
+    """
+    return _resolve(torch.device(device).type, _request(), _interpreting())[0]
+
+
+def why(device: torch.device | str) -> str:
+    """In words: which backend serves `device`, and why not a better one."""
+    kind = torch.device(device).type
+    backend, reason = _resolve(kind, _request(), _interpreting())
+    return f"{kind} tensors go to {backend}: {reason}"
+
+
+@contextlib.contextmanager
+def use_backend(name: str):
+    """Within the block, ask for `"auto"`, `"triton"` or `"reference"`, whatever `KDA_BACKEND` says.
+
+    Holds for the current thread or task only. Raises ValueError for another name.
+    """
+    token = _override.set(_known(name, "use_backend()"))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def implementation(stage: str, device: torch.device) -> ModuleType:
+    """The module of `device`'s backend that implements `stage` ("conv", "chunk", ..)."""
+    return _module(stage, _resolve(device.type, _request(), _interpreting())[0] == "reference")
+
+
+@functools.cache
+def _module(stage: str, reference: bool) -> ModuleType:
+    return importlib.import_module(f"kda.{'reference' if reference else 'triton'}.{stage}")
+
+
+def _known(name: str, source: str) -> str:
+    if name not in REQUESTS:
+        raise ValueError(f"{source}: got {name!r}; accepted: {', '.join(REQUESTS)}")
+    return name
+
+
+def _request() -> str:
+    return _override.get() or _known(os.environ.get("KDA_BACKEND") or "auto", "KDA_BACKEND")
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _resolve(kind: str, request: str, interpreting: bool) -> tuple[str, str]:
+    """(backend, reason) for a device type; cached, as every call of an operation asks."""
+    if request == "reference":
+        return "reference", "it was asked for by KDA_BACKEND or use_backend()"
+    problem = _triton_problem()
+    if problem is None and interpreting:
+        return "triton-interpret", "TRITON_INTERPRET is set: the Triton kernels run in numpy, for tests, slowly"
+    if problem is None and kind == "cuda":
+        if torch.version.hip:
+            return "triton-rocm", "Triton compiles the kernels for this AMD GPU"
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+        if capability >= (8, 0):
+            return "triton-cuda", "Triton compiles the kernels for this NVIDIA GPU"
+        problem = f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels need 8.0 or newer"
+    if problem is None:
+        problem = (
+            "Triton as PyPI ships it has no backend for the CPU"
+            if kind == "cpu"
+            else f"there are no Triton kernels for devices of type {kind!r}"
+        )
+    if request == "triton":
+        raise RuntimeError(f"the Triton kernels were asked for and cannot serve {kind} tensors: {problem}")
+    return "reference", problem
+
+
+@functools.cache
+def _triton_problem() -> str | None:
+    """Why Triton cannot be used at all, or None. Does not import it."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    for distribution in importlib.metadata.packages_distributions().get("triton", []):
+        version = importlib.metadata.version(distribution)
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found and tuple(map(int, found.groups())) < OLDEST_TRITON:
+            return f"Triton {version} is installed and the kernels need {'.'.join(map(str, OLDEST_TRITON))} or newer"
+    return None

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch configurations: which tile sizes, warps and stages a kernel runs with.
+
+`DEFAULTS` is the sane choice for a device without a table of its own; a function where the choice follows from the
+shapes. A device's measured table is a module beside this one (from a later sweep) and overrides single entries.
+Nothing is tuned on a user's first call.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (and >= 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _recurrent(V: int, **_) -> dict:
+    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight.
+    return {"BV": min(next_power_of_2(V), 8), "num_warps": 1, "num_stages": 3}
+
+
+@functools.cache
+def _large_shared_memory(device: torch.device) -> bool:
+    """Hopper and data-centre Blackwell: over 200 KiB a block."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
+    BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
+    while BV > 16 and N * HV * -(-V // BV) < 128:  # a slice of V a program: narrower slices where heads are few
+        BV //= 2
+    return {
+        "C": 32,
+        "BV": BV,
+        # How fp32 operands (of fp32 and fp16 inputs) enter a product; plain TF32 would leave 1.2e-3 in the output.
+        "PRECISION": "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee",
+        "intra_warps": 4,
+        "intra_stages": 1,
+        "walk_warps": 4 if BV >= 32 else 2,
+        "walk_stages": (3 if _large_shared_memory(device) else 2) if K <= 128 and dtype == torch.bfloat16 else 1,
+    }
+
+
+def _conv_fwd(dim: int, **_) -> dict:
+    # BT >= W - 1: only the program of a sequence's first chunk touches its conv state.
+    return {"BT": 32, "BD": min(next_power_of_2(dim), 128), "num_warps": 4}
+
+
+def _conv_update(dim: int, window: int, **_) -> dict:
+    return {"BT": min(next_power_of_2(window), 8), "BD": min(next_power_of_2(dim), 256), "num_warps": 2}
+
+
+def _gate(T: int, HV: int, K: int, **_) -> dict:
+    BH = min(next_power_of_2(HV), max(2048 // next_power_of_2(K), 1))
+    return {"BT": min(next_power_of_2(T // 1024), 8), "BH": BH, "num_warps": 4}
+
+
+def _norm(D: int, **_) -> dict:
+    # The tile follows from D alone: the order of summation must not depend on how many rows there are.
+    BR = max(2048 // next_power_of_2(D), 1)
+    return {"BR": BR, "num_warps": min(max(BR * next_power_of_2(D) // 512, 1), 16)}
+
+
+def _states(size: int, **_) -> dict:
+    return {"BS": min(next_power_of_2(size), 4096), "num_warps": 4}
+
+
+DEFAULTS: dict[str, object] = {
+    "causal_conv1d_fwd": _conv_fwd,
+    "causal_conv1d_update": _conv_update,
+    "fused_kda_gate": _gate,
+    "rms_norm_gated": _norm,
+    "states": _states,
+    "chunk": _chunk,
+    "fused_recurrent": _recurrent,
+}
+
+
+def pick(kernel: str, **shape) -> dict:
+    """The configuration of `kernel` for these shapes: constexprs, `num_warps` and `num_stages`."""
+    entry = DEFAULTS[kernel]
+    return entry(**shape) if callable(entry) else dict(entry)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile helpers that several kernels share: token ranges, the gate, the l2 norm."""
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """fp32 `x` in `dtype`, rounded to nearest even (Triton's interpreter would cut off the bits of a bf16)."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b, accumulated in fp32; PRECISION says how fp32 operands enter the product."""
+    if INTERPRETED:  # Triton's interpreter would multiply the bit patterns of bf16 operands as integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def sequence_range(cu_seqlens, n, N, T):
+    """Tokens [bos, eos) of sequence `n`, clamped to [0, T); `n == N` is the tail that belongs to no sequence."""
+    bos = tl.load(cu_seqlens + n).to(tl.int64)
+    bos = tl.minimum(tl.maximum(bos, 0), T)
+    eos = tl.load(cu_seqlens + n + 1, mask=n < N, other=0).to(tl.int64)
+    eos = tl.where(n < N, tl.minimum(tl.maximum(eos, bos), T), T)
+    return bos, eos
+
+
+@triton.jit
+def first_slot(cu_seqlens, n, T, BLOCK: tl.constexpr):
+    """First chunk slot of sequence `n`: from one sequence to the next there is room for every (partial) chunk."""
+    bos = tl.load(cu_seqlens + n).to(tl.int64)
+    return tl.minimum(tl.maximum(bos, 0), T) // BLOCK + n
+
+
+@triton.jit
+def find_sequence(cu_seqlens, slot, N, T, BLOCK: tl.constexpr):
+    """Which sequence and which chunk of it a chunk slot is, found by bisection on the device.
+
+    Sequence `n` owns the slots from `cu_seqlens[n] // BLOCK + n` on, at least one and never fewer than its chunks, so
+    `T // BLOCK + N + 1` slots hold every layout of N sequences in T tokens (and the tail behind them, n == N). The
+    grid is thus known from shapes alone; a slot without a chunk returns a chunk index past its sequence's end.
+    """
+    lo = slot * 0
+    hi = lo + N
+    while lo < hi:
+        mid = (lo + hi + 1) // 2
+        if first_slot(cu_seqlens, mid, T, BLOCK) <= slot:
+            lo = mid
+        else:
+            hi = mid - 1
+    return lo, slot - first_slot(cu_seqlens, lo, T, BLOCK)
+
+
+@triton.jit
+def log_decay(g, A, lower_bound, BOUNDED: tl.constexpr):
+    """Log decay y of raw gate values `g` (bias added) and amplitude `A = exp(A_log)`; contract.md section 2."""
+    if BOUNDED:
+        y = lower_bound * tl.sigmoid(A * g)
+    else:
+        y = -A * tl.where(g > 20.0, g, tl.log(1.0 + tl.exp(tl.minimum(g, 20.0))))
+    return y
+
+
+@triton.jit
+def l2_normalized(x, axis: tl.constexpr):
+    """x / sqrt(sum(x * x) + 1e-6) along `axis`."""
+    return x / tl.sqrt(tl.sum(x * x, axis, keep_dims=True) + 1e-6)
+
+
+@triton.jit
+def halves(x):
+    """fp32 `x` as a bf16 head and a bf16 rest: 16 bits of it."""
+    head = cast(x, tl.bfloat16)
+    return head, cast(x - head.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
+def sign_dot(a, x, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ x for a matrix `a` of 0, 1 and -1 and an fp32 `x`; SPLIT takes `x` in bf16 halves."""
+    if SPLIT:
+        a = a.to(tl.bfloat16)
+        head, rest = halves(x)
+        return dot(a, rest, dot(a, head, None, PRECISION), PRECISION)
+    else:
+        return dot(a, x, None, PRECISION)
+
+
+@triton.jit
+def fine_dot(a, x, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ x in fp32, or with SPLIT from bf16 halves: 2**-16 relative, where TF32 would leave 2**-11."""
+    if SPLIT:
+        a_head, a_rest = halves(a)
+        x_head, x_rest = halves(x)
+        small = dot(a_head, x_rest, dot(a_rest, x_head, None, PRECISION), PRECISION)
+        return dot(a_head, x_head, small, PRECISION)
+    else:
+        return dot(a, x, None, PRECISION)
+
+
+@triton.jit
+def level_pairs(i, j, HALF: tl.constexpr):
+    """Pairs (i, j) of level HALF: i in the odd, j in the even half of the same block of 2 * HALF."""
+    return (i // HALF % 2 == 1) & (j // HALF == i // HALF - 1)
+
+
+@triton.jit
+def unit_triangular_inverse(A, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A [C, C], C <= 64, block by block: M_2h = M_h - M_h A_h M_h."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    M = tl.where(i == j, 1.0, 0.0) - tl.where(level_pairs(i, j, 1), A, 0.0)
+    for level in tl.static_range(1, 6):
+        if (1 << level) < C:
+            A_h = tl.where(level_pairs(i, j, 1 << level), A, 0.0)
+            M -= fine_dot(M, fine_dot(A_h, M, SPLIT, PRECISION), SPLIT, PRECISION)
+    return M
