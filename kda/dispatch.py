@@ -61,9 +61,14 @@ def use_backend(name: str):
         _override.reset(token)
 
 
-def implementation(stage: str, device: torch.device) -> ModuleType:
-    """The module of `device`'s backend that implements `stage` ("conv", "chunk", ..)."""
-    return _module(stage, _resolve(device.type, _request(), _interpreting())[0] == "reference")
+def call(stage: str, operation: str, device: torch.device, *args):
+    """Runs `operation` of `stage` ("conv", "chunk", ..) as the backend of `device` implements it."""
+    backend = _resolve(device.type, _request(), _interpreting())[0]
+    function = getattr(_module(stage, backend == "reference"), operation)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
+        with torch.cuda.device(device):
+            return function(*args)
+    return function(*args)
 
 
 @functools.cache

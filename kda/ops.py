@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kda import validation as check
-from kda.dispatch import implementation
+from kda.dispatch import call
 
 # Hints that vLLM's and fla's callers pass and that have nothing to say here: the grid needs no tables from the host.
 _HINTS = frozenset({"chunk_indices", "chunk_offsets", "chunk_size", "cu_seqlens_cpu"})
@@ -91,7 +91,8 @@ def causal_conv1d_fn(
         check.refuse("conv_states", "None", "a tensor, beside `cache_indices` or `has_initial_state`")
     if has_initial_state is not None:
         check.flags("has_initial_state", has_initial_state, N, x)
-    return implementation("conv", x.device).causal_conv1d_fn(
+    return call(
+        "conv", "causal_conv1d_fn", x.device,
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, silu,
         (pad_slot_id, null_block_id or 0),
     )  # fmt: skip
@@ -163,7 +164,8 @@ def causal_conv1d_update(
         check.vector("num_accepted_tokens", num_accepted_tokens, batch, check.INDICES, x)
     check.output(out, x.shape, x.dtype, x, last_dim=False, x=x, conv_state=conv_state, weight=weight, bias=bias)
     single = not packed and x.dim() == 2
-    y = implementation("conv", x.device).causal_conv1d_update(
+    y = call(
+        "conv", "causal_conv1d_update", x.device,
         x.unsqueeze(-1) if single else x, conv_state, weight, bias, silu, conv_state_indices, num_accepted_tokens,
         query_start_loc, (null_block_id or 0,), out.unsqueeze(-1) if single and out is not None else out,
     )  # fmt: skip
@@ -229,7 +231,8 @@ def fused_kda_gate(
     if not beta > 0:
         check.refuse("beta", beta, "a positive number")
     rows = check.common_rows("g", [g], 2)[0]
-    y = implementation("gate", g.device).fused_kda_gate(
+    y = call(
+        "gate", "fused_kda_gate", g.device,
         rows.unflatten(-1, (H, K)), A, g_bias, beta, threshold,
         check.bound(-5.0 if lower_bound is None else lower_bound) if safe_gate else None,
     )  # fmt: skip
@@ -345,7 +348,8 @@ def _chunk(
     check.output(
         out, v.shape, v.dtype, q, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, g_bias=g_bias
     )
-    return implementation("chunk", q.device).chunk_kda(
+    return call(
+        "chunk", "chunk_kda", q.device,
         q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, output_final_state, cu_seqlens, l2norm,
         sigmoid_beta, A_log, g_bias, lower_bound, out,
     )  # fmt: skip
@@ -436,7 +440,8 @@ def fused_recurrent_kda(
         token_states = torch.zeros(B * T, HV, V, K, dtype=dtype, device=q.device)
     elif state is None:
         state = torch.zeros(N, HV, V, K, dtype=torch.float32, device=q.device)
-    out = implementation("recurrent", q.device).fused_recurrent_kda(
+    out = call(
+        "recurrent", "fused_recurrent_kda", q.device,
         q, k, v, g, beta, K**-0.5 if scale is None else scale, state, cu_seqlens, ssm_state_indices,
         num_accepted_tokens, use_qk_l2norm_in_kernel, sigmoid_beta, a_log, g_bias, lower_bound, token_states, out,
     )  # fmt: skip
@@ -518,9 +523,10 @@ def rms_norm_gated(
             residual_out = torch.empty(x.shape, dtype=kind, device=x.device)
     written = None if residual_out is x else residual_out
     rows = check.common_rows("x", [x, g, residual, written, out], 3)
-    implementation("norm", x.device).rms_norm_gated(
-        rows[0], rows[1], weight, bias, "sigmoid" if activation == "sigmoid" else "silu", rows[2], rows[3], eps, rows[4]
-    )
+    call(
+        "norm", "rms_norm_gated", x.device,
+        rows[0], rows[1], weight, bias, "sigmoid" if activation == "sigmoid" else "silu", rows[2], rows[3], eps, rows[4],
+    )  # fmt: skip
     return (out, residual_out) if prenorm else out
 
 
@@ -545,7 +551,7 @@ def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Ten
     _pool(state)
     check.slots("indices", indices, indices.numel() if isinstance(indices, Tensor) else 0, state.shape[0], state)
     check.flags("has_initial_state", has_initial_state, indices.shape[0], state)
-    return implementation("states", state.device).gather_initial_states(state, indices, has_initial_state)
+    return call("states", "gather_initial_states", state.device, state, indices, has_initial_state)
 
 
 @torch.no_grad()
@@ -571,7 +577,7 @@ def scatter_states(state: Tensor, src: Tensor, indices: Tensor) -> None:
         check.refuse("src", f"strides {src.stride()}", f"rows laid out like the pool's: strides {state.stride()[1:]}")
     if src.shape[0] > 1 and src.stride(0) < state[0].numel():
         check.refuse("src", f"strides {src.stride()}", "rows that do not overlap")
-    implementation("states", state.device).scatter_states(state, src, indices)
+    call("states", "scatter_states", state.device, state, src, indices)
 
 
 def _pool(state) -> None:

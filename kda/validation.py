@@ -166,15 +166,15 @@ def flags(name: str, x, rows: int, like: Tensor) -> Tensor:
     return vector(name, x, rows, (torch.bool,), like)
 
 
-def _rows(x: Tensor, period: int) -> tuple[int, int] | None:
-    """Bytes [first, last) that `x` takes in every `period` bytes, or None if it is not laid out in such rows."""
+def _rows(x: Tensor, origin: int, period: int) -> tuple[int, int] | None:
+    """Bytes [first, last) that `x` takes in every `period` bytes from `origin` on; None if it has no such rows."""
     size, width = x.element_size(), 1
     for stride, n in zip(x.stride(), x.shape):
         if n > 1 and stride * size % period:
             if stride * size > period:
                 return None
             width += stride * (n - 1)
-    first = x.data_ptr() % period
+    first = (x.data_ptr() - origin) % period
     return (first, first + width * size) if first + width * size <= period else None
 
 
@@ -188,13 +188,11 @@ def may_share_memory(a: Tensor, b: Tensor) -> bool:
     ]
     if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
         return False
-    for x in (a, b):
-        for stride in x.stride():
-            period = stride * x.element_size()
-            if period and (rows := [_rows(a, period), _rows(b, period)]) and None not in rows:
-                (a0, a1), (b0, b1) = rows
-                if a1 <= b0 or b1 <= a0:
-                    return False
+    origin = min(a.data_ptr(), b.data_ptr())
+    for period in {stride * x.element_size() for x in (a, b) for stride in x.stride()} - {0}:
+        rows = [_rows(x, origin, period) for x in (a, b)]
+        if None not in rows and (rows[0][1] <= rows[1][0] or rows[1][1] <= rows[0][0]):
+            return False
     return True
 
 

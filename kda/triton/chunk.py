@@ -28,30 +28,43 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.tiles import (
-    cast, dot, find_sequence, first_slot, halves, l2_normalized, level_pairs, log_decay, sequence_range,
-    sign_dot, unit_triangular_inverse,
+    cast, dot, fine_dot, find_sequence, first_slot, halves, level_pairs, log_decay,
+    sequence_range, sign_dot, unit_triangular_inverse,
 )  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def level_products(q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+def product(a, x, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """a @ x with operands in `dt`, or with FINE (small head dims, where sums average less out) in bf16 halves."""
+    if FINE:
+        return fine_dot(a, x, True, PRECISION)
+    else:
+        return dot(cast(a, dt), cast(x, dt), None, PRECISION)
+
+
+@triton.jit
+def level_products(
+    q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
+):
     """sum_k k_i k_j exp(G_i - G_j) and the same with q_i, for the pairs (i, j) of level HALF; zero elsewhere."""
     C: tl.constexpr = q.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     odd = i // HALF % 2 == 1
     sums = tl.where((i // HALF == j // HALF) & tl.where(odd, j <= i, j > i), 1.0, 0.0)
     e = tl.exp2(sign_dot(sums, y, SPLIT, PRECISION))  # [C, K]
-    rows = cast(k * e, dt)
+    rows = k * e
     cols = tl.trans(rows)
     pairs = level_pairs(i, j, HALF)
-    kk = tl.where(pairs, dot(rows, cols, None, PRECISION), 0.0)
-    return kk, tl.where(pairs, dot(cast(q * e, dt), cols, None, PRECISION), 0.0)
+    kk = tl.where(pairs, product(rows, cols, FINE, PRECISION, dt), 0.0)
+    return kk, tl.where(pairs, product(q * e, cols, FINE, PRECISION, dt), 0.0)
 
 
 @triton.jit
-def diagonal_products(q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+def diagonal_products(
+    q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
+):
     """The same for the pairs i > j inside blocks of DIAG tokens, anchored at the middle."""
     C: tl.constexpr = q.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -61,16 +74,16 @@ def diagonal_products(q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, PRECISIO
         mid = i // DIAG * DIAG + DIAG // 2
         sums = tl.where((j > mid) & (j <= i), 1.0, tl.where((j > i) & (j <= mid), -1.0, 0.0))
         e = sign_dot(sums, y, SPLIT, PRECISION)
-        up, cols = tl.exp2(e), tl.trans(cast(k * tl.exp2(-e), dt))
+        up, cols = tl.exp2(e), tl.trans(k * tl.exp2(-e))
         pairs = (i // DIAG == j // DIAG) & (i > j)
-        kk = tl.where(pairs, dot(cast(k * up, dt), cols, None, PRECISION), 0.0)
-        return kk, tl.where(pairs, dot(cast(q * up, dt), cols, None, PRECISION), 0.0)
+        kk = tl.where(pairs, product(k * up, cols, FINE, PRECISION, dt), 0.0)
+        return kk, tl.where(pairs, product(q * up, cols, FINE, PRECISION, dt), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    w_ptr, qg_ptr, kg_ptr, P_ptr,  # [slots, HV, ..]: [C, K], [C, K], [C, K], [C, C] in the products' dtype
+    w_ptr, qg_ptr, kg_ptr, P_ptr,  # [slots, HV, ..]: [C, K], [C, K], [C, K], [C, C] in the products' dtype (P: or fp32)
     u_ptr, qk_ptr, decay_ptr,  # [slots, HV, ..]: [V, C], [C], [K] in fp32
     out_ptr,
     scale, lower_bound, T, N, NC,
@@ -79,7 +92,7 @@ def chunk_intra_kernel(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DIAG: tl.constexpr,
     IS_VARLEN: tl.constexpr, L2NORM: tl.constexpr, HAS_BETA: tl.constexpr, SIGMOID_BETA: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     slot, hv = pid // HV, pid % HV
@@ -103,18 +116,27 @@ def chunk_intra_kernel(
         return
 
     # q^, k^ [C, K], log2 of the decays y [C, K], b [C]; rows past the sequence's end are zero.
+    dt = w_ptr.dtype.element_ty
     t, live = t0 + i, i < length
+    r, s = i[:, None], i[None, :]
     m_k = live[:, None] & (o_k < K)[None, :]
-    q = tl.load(q_ptr + batch * q_b + t[:, None] * q_t + h * q_h + o_k[None, :], m_k, 0.0).to(tl.float32)
-    k = tl.load(k_ptr + batch * k_b + t[:, None] * k_t + h * k_h + o_k[None, :], m_k, 0.0).to(tl.float32)
+    q = tl.load(q_ptr + batch * q_b + t[:, None] * q_t + h * q_h + o_k[None, :], m_k, 0.0).to(dt)
+    k = tl.load(k_ptr + batch * k_b + t[:, None] * k_t + h * k_h + o_k[None, :], m_k, 0.0).to(dt)
     y = tl.load(g_ptr + batch * g_b + t[:, None] * g_t + hv * g_h + o_k[None, :], m_k, 0.0).to(tl.float32)
+    # Sums over K come from products, whose order does not depend on how the inputs are aligned in memory.
+    qk = tl.sum(tl.where(r == s, dot(q, tl.trans(k), None, PRECISION), 0.0), 1) * scale
     if L2NORM:
-        q, k = l2_normalized(q, 1), l2_normalized(k, 1)
+        q_norm = tl.sqrt(tl.sum(tl.where(r == s, dot(q, tl.trans(q), None, PRECISION), 0.0), 1) + 1e-6)
+        k_norm = tl.sqrt(tl.sum(tl.where(r == s, dot(k, tl.trans(k), None, PRECISION), 0.0), 1) + 1e-6)
+        qk = qk / q_norm / k_norm
+        q, k = q.to(tl.float32) / q_norm[:, None], k.to(tl.float32) / k_norm[:, None]
+    else:
+        q, k = q.to(tl.float32), k.to(tl.float32)
     if RAW_GATE:
         h_a = hv // (HV // HA)
         if HAS_BIAS:
             y += tl.load(bias_ptr + h_a * K + o_k, o_k < K, 0.0).to(tl.float32)[None, :]
-        y = log_decay(y, tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32)), lower_bound, BOUNDED)
+        y = log_decay(y, tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32)), lower_bound, 1.0, 20.0, BOUNDED)
         y = tl.where(m_k, y, 0.0)
     y *= LOG2E
     y = tl.where(y < -1e4, -1e4, y)  # exp2 is zero long before; keeps -inf out of the sums, and a NaN a NaN
@@ -125,14 +147,12 @@ def chunk_intra_kernel(
     else:
         b = tl.full([C], 1.0, tl.float32)
 
-    dt = w_ptr.dtype.element_ty
-    A, P = diagonal_products(q, k, y, DIAG, SPLIT, PRECISION, dt)
+    A, P = diagonal_products(q, k, y, DIAG, SPLIT, FINE, PRECISION, dt)
     for level in tl.static_range(0, 6):
         if (1 << level) >= DIAG and (1 << level) < C:
-            kk, qk = level_products(q, k, y, 1 << level, SPLIT, PRECISION, dt)
-            A += kk
-            P += qk
-    r, s = i[:, None], i[None, :]
+            dA, dP = level_products(q, k, y, 1 << level, SPLIT, FINE, PRECISION, dt)
+            A += dA
+            P += dP
     M = unit_triangular_inverse(A * b[:, None], C, SPLIT, PRECISION)
     M_low = tl.trans(cast(tl.where(r > s, M, 0.0), dt))  # without the unit diagonal, which stays exact
 
@@ -145,9 +165,9 @@ def chunk_intra_kernel(
     tl.store(w_ptr + o_ck, cast(dot(tl.trans(M_low), cast(bk, dt), bk, PRECISION), dt), m_ck)
     tl.store(qg_ptr + o_ck, cast(q * up * scale, dt), m_ck)
     tl.store(kg_ptr + o_ck, cast(k * down, dt), m_ck)
-    tl.store(qk_ptr + at * C + i, tl.sum(q * k, 1) * scale)
-    tl.store(decay_ptr + at * K + o_k, tl.exp2(tl.sum(y, 0)), o_k < K)
-    tl.store(P_ptr + at * C * C + r * C + s, cast(P * scale, dt))
+    tl.store(qk_ptr + at * C + i, qk)
+    tl.store(decay_ptr + at * K + o_k, tl.sum(tl.where(r == C - 1, up, 0.0), 0), o_k < K)
+    tl.store(P_ptr + at * C * C + r * C + s, cast(P * scale, P_ptr.dtype.element_ty))
     for v0 in tl.static_range(0, V, BV):
         m_v = v0 + o_v < V
         o_tv = batch * v_b + t[:, None] * v_t + hv * v_h + (v0 + o_v)[None, :]
@@ -163,7 +183,7 @@ def chunk_walk_kernel(
     T, N, NC, state_n, out_b, out_t, out_h,  # sizes and strides
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -201,11 +221,15 @@ def chunk_walk_kernel(
         d = u - dot(S_in, tl.trans(w), None, PRECISION)  # [V, C]
         o = dot(S_in, tl.trans(qg), qk[None, :] * d, PRECISION)
         S *= decay[None, :]
+        P = tl.trans(P)
         if SPLIT:  # the state takes d in two halves: its error is then the keys' rounding alone
-            d, rest = halves(d)
-            S = dot(rest, kg, S, PRECISION)
+            d, d_rest = halves(d)
+            S = dot(d_rest, kg, S, PRECISION)
+            if FINE:
+                P, P_rest = halves(P)
+                o = dot(d, P_rest, dot(d_rest, P, o, PRECISION), PRECISION)
         S = dot(d, kg, S, PRECISION)
-        o = dot(d, tl.trans(P), o, PRECISION)
+        o = dot(d, P, o, PRECISION)
 
         t = t0 + i
         row = out_ptr + batch * out_b + t[None, :] * out_t + hv * out_h + o_v[:, None]
@@ -244,11 +268,13 @@ def chunk_kda(
     NC = -(-T // C)
     slots = B * NC if cu_seqlens is None else T // C + N
     dt = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    shapes = dict(w_ptr=(C, K), qg_ptr=(C, K), kg_ptr=(C, K), P_ptr=(C, C))
-    scratch = {name: torch.empty(slots, HV, *shape, dtype=dt, device=q.device) for name, shape in shapes.items()}
-    scratch["u_ptr"] = torch.empty(slots, HV, V, C, dtype=torch.float32, device=q.device)
-    scratch["qk_ptr"] = torch.empty(slots, HV, C, dtype=torch.float32, device=q.device)
-    scratch["decay_ptr"] = torch.empty(slots, HV, K, dtype=torch.float32, device=q.device)
+    split, fine = q.dtype != torch.float32, dt == torch.bfloat16 and BK <= 64
+    P_dt = torch.float32 if fine else dt
+    shapes = dict(
+        w_ptr=(dt, C, K), qg_ptr=(dt, C, K), kg_ptr=(dt, C, K), P_ptr=(P_dt, C, C),
+        u_ptr=(torch.float32, V, C), qk_ptr=(torch.float32, C), decay_ptr=(torch.float32, K),
+    )  # fmt: skip
+    scratch = {x: torch.empty(slots, HV, *size, dtype=kind, device=q.device) for x, (kind, *size) in shapes.items()}
     bounded = A_log is not None and lower_bound is not None
     if T and HV:
         chunk_intra_kernel[((slots + (cu_seqlens is not None)) * HV,)](
@@ -263,7 +289,7 @@ def chunk_kda(
             DIAG=min(C, diagonal_block(C, lower_bound if bounded else None)),
             IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
-            ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
+            ZERO_TAIL=fresh, SPLIT=split, FINE=fine, PRECISION=cfg["PRECISION"],
             num_warps=cfg["intra_warps"], num_stages=cfg["intra_stages"],
         )  # fmt: skip
     BV = cfg["BV"]
@@ -274,7 +300,7 @@ def chunk_kda(
             out_b=out.stride(0), out_t=out.stride(1), out_h=out.stride(2),
             HV=HV, K=K, V=V, C=C, BK=BK, BV=BV, IS_VARLEN=cu_seqlens is not None,
             HAS_INITIAL=initial_state is not None, STORE_FINAL=output_final_state,
-            SPLIT=dt == torch.bfloat16, PRECISION=cfg["PRECISION"],
+            SPLIT=dt == torch.bfloat16, FINE=fine, PRECISION=cfg["PRECISION"],
             num_warps=cfg["walk_warps"], num_stages=cfg["walk_stages"],
         )  # fmt: skip
     return out, final_state

@@ -15,19 +15,6 @@ from kda.triton import configs
 from kda.triton.tiles import log_decay
 
 
-@triton.jit
-def log1p(e):
-    """log(1 + e), 0 <= e <= 1, also where u = 1 + e is rounded: log(u) / (u - 1) varies slowly there."""
-    u = 1.0 + e
-    return tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def softplus(x, beta, threshold):
-    z = beta * x
-    return tl.where(z > threshold, x, (tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))) / beta)
-
-
 @triton.jit(do_not_specialize=["T"])
 def kda_gate_kernel(
     g, A_log, g_bias, y, T, HV, K, sg_b, sg_t, sg_h, beta, threshold, lower_bound,
@@ -52,10 +39,7 @@ def kda_gate_kernel(
         x = tl.load(g + t * sg_t, mask=mask, other=0.0).to(tl.float32)
         if g_bias is not None:
             x += bias
-        if BOUNDED:
-            decay = log_decay(x, A, lower_bound, True)
-        else:
-            decay = -A * softplus(x, beta, threshold)
+        decay = log_decay(x, A, lower_bound, beta, threshold, BOUNDED)
         tl.store(y + t * HV * K, decay, mask=mask)
 
 

@@ -13,7 +13,13 @@ from kda.triton import configs
 from kda.triton.tiles import cast
 
 
-@triton.jit(do_not_specialize=["R1", "R"])
+# The sum over D runs in the order in which a warp holds x (+ residual): their alignment must not decide it.
+@triton.jit(
+    do_not_specialize=["R1", "R"],
+    do_not_specialize_on_alignment=[
+        "x", "sx_0", "sx_1", "sx_r", "residual", "sr_0", "sr_1", "sr_r", "residual_out", "sn_0", "sn_1", "sn_r"
+    ],
+)
 def rms_norm_gated_kernel(
     x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
     sx_0, sx_1, sx_r, sg_0, sg_1, sg_r, sr_0, sr_1, sr_r, sn_0, sn_1, sn_r, so_0, so_1, so_r,

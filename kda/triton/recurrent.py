@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kda.triton import configs
-from kda.triton.tiles import cast, l2_normalized, log_decay, sequence_range
+from kda.triton.tiles import cast, log_decay, sequence_range
 
 
 @triton.jit
@@ -27,7 +27,11 @@ def state_slot(indices, accepted, n, slots, window, idx_n, idx_w, ACCEPTED: tl.c
     return slot, live & (slot > 0) & (slot < slots)
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots", "window", "idx_n", "idx_w"])
+# Sums over K run in the order in which a warp holds its loads, so the alignment of a token input must not decide it.
+@triton.jit(
+    do_not_specialize=["T", "N", "slots", "window", "idx_n", "idx_w"],
+    do_not_specialize_on_alignment=["q_ptr", "k_ptr", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h"],
+)
 def fused_recurrent_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens, indices, accepted,  # inputs
     state_ptr, token_states_ptr, out_ptr,
@@ -60,10 +64,10 @@ def fused_recurrent_kernel(
     v_ptr += batch * v_b + hv * v_h + o_v
     g_ptr += batch * g_b + hv * g_h + o_k
     out_ptr += batch * out_b + hv * out_h + o_v * out_v
-    if HEADWISE:
-        beta_ptr += batch * beta_b + hv * beta_h + o_v
-    else:
+    if HAS_BETA:
         beta_ptr += batch * beta_b + hv * beta_h
+        if HEADWISE:
+            beta_ptr += o_v
 
     slot, live = n, n < N
     if INDEXED:
@@ -88,11 +92,11 @@ def fused_recurrent_kernel(
         v = tl.load(v_ptr + t * v_t, m_v, 0.0).to(tl.float32)
         y = tl.load(g_ptr + t * g_t, m_k, 0.0).to(tl.float32)
         if L2NORM:
-            q, k = l2_normalized(q, 0), l2_normalized(k, 0)
+            q, k = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6), k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
         if RAW_GATE:
             if HAS_BIAS:
                 y += bias
-            y = log_decay(y, A, lower_bound, BOUNDED)
+            y = log_decay(y, A, lower_bound, 1.0, 20.0, BOUNDED)
         S *= tl.exp(y)[None, :]
         d = v - tl.sum(S * k[None, :], 1)
         if HAS_BETA:

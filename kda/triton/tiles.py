@@ -63,19 +63,21 @@ def find_sequence(cu_seqlens, slot, N, T, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def log_decay(g, A, lower_bound, BOUNDED: tl.constexpr):
-    """Log decay y of raw gate values `g` (bias added) and amplitude `A = exp(A_log)`; contract.md section 2."""
-    if BOUNDED:
-        y = lower_bound * tl.sigmoid(A * g)
-    else:
-        y = -A * tl.where(g > 20.0, g, tl.log(1.0 + tl.exp(tl.minimum(g, 20.0))))
-    return y
+def log1p(e):
+    """log(1 + e), 0 <= e <= 1, also where u = 1 + e is rounded: log(u) / (u - 1) varies slowly there."""
+    u = 1.0 + e
+    return tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
-def l2_normalized(x, axis: tl.constexpr):
-    """x / sqrt(sum(x * x) + 1e-6) along `axis`."""
-    return x / tl.sqrt(tl.sum(x * x, axis, keep_dims=True) + 1e-6)
+def log_decay(g, A, lower_bound, beta, threshold, BOUNDED: tl.constexpr):
+    """Log decay y of raw gate values `g` (bias added) and amplitude `A = exp(A_log)`; contract.md section 2."""
+    if BOUNDED:
+        return lower_bound * tl.sigmoid(A * g)
+    else:
+        z = beta * g
+        softplus = (tl.maximum(z, 0.0) + log1p(tl.exp(-tl.abs(z)))) / beta
+        return -A * tl.where(z > threshold, g, softplus)
 
 
 @triton.jit

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch configurations: which tile sizes, warps and stages a kernel runs with.
 
-`DEFAULTS` is the sane choice for a device without a table of its own; a function where the choice follows from the
-shapes. A device's measured table is a module beside this one (from a later sweep) and overrides single entries.
+`DEFAULTS` is the sane choice for a device without a table of its own, as a function of the shapes. A device's measured table is a module beside this one (from a later sweep) and overrides single entries.
 Nothing is tuned on a user's first call.
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -70,7 +70,7 @@ def _states(size: int, **_) -> dict:
     return {"BS": min(next_power_of_2(size), 4096), "num_warps": 4}
 
 
-DEFAULTS: dict[str, object] = {
+DEFAULTS: dict[str, Callable[..., dict]] = {
     "causal_conv1d_fwd": _conv_fwd,
     "causal_conv1d_update": _conv_update,
     "fused_kda_gate": _gate,
@@ -83,5 +83,4 @@ DEFAULTS: dict[str, object] = {
 
 def pick(kernel: str, **shape) -> dict:
     """The configuration of `kernel` for these shapes: constexprs, `num_warps` and `num_stages`."""
-    entry = DEFAULTS[kernel]
-    return entry(**shape) if callable(entry) else dict(entry)
+    return DEFAULTS[kernel](**shape)
