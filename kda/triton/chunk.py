@@ -28,7 +28,7 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.tiles import (
-    cast, dot, fine_dot, find_sequence, first_slot, halves, level_pairs, log_decay,
+    cast, dot, find_sequence, first_slot, halves, level_pairs, log_decay,
     sequence_range, sign_dot, unit_triangular_inverse,
 )  # fmt: skip
 
@@ -36,35 +36,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def product(a, x, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
-    """a @ x with operands in `dt`, or with FINE (small head dims, where sums average less out) in bf16 halves."""
-    if FINE:
-        return fine_dot(a, x, True, PRECISION)
-    else:
-        return dot(cast(a, dt), cast(x, dt), None, PRECISION)
-
-
-@triton.jit
-def level_products(
-    q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
-):
+def level_products(q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
     """sum_k k_i k_j exp(G_i - G_j) and the same with q_i, for the pairs (i, j) of level HALF; zero elsewhere."""
     C: tl.constexpr = q.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     odd = i // HALF % 2 == 1
     sums = tl.where((i // HALF == j // HALF) & tl.where(odd, j <= i, j > i), 1.0, 0.0)
     e = tl.exp2(sign_dot(sums, y, SPLIT, PRECISION))  # [C, K]
-    rows = k * e
+    rows = cast(k * e, dt)
     cols = tl.trans(rows)
     pairs = level_pairs(i, j, HALF)
-    kk = tl.where(pairs, product(rows, cols, FINE, PRECISION, dt), 0.0)
-    return kk, tl.where(pairs, product(q * e, cols, FINE, PRECISION, dt), 0.0)
+    kk = tl.where(pairs, dot(rows, cols, None, PRECISION), 0.0)
+    return kk, tl.where(pairs, dot(cast(q * e, dt), cols, None, PRECISION), 0.0)
 
 
 @triton.jit
-def diagonal_products(
-    q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
-):
+def diagonal_products(q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
     """The same for the pairs i > j inside blocks of DIAG tokens, anchored at the middle."""
     C: tl.constexpr = q.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -74,16 +61,16 @@ def diagonal_products(
         mid = i // DIAG * DIAG + DIAG // 2
         sums = tl.where((j > mid) & (j <= i), 1.0, tl.where((j > i) & (j <= mid), -1.0, 0.0))
         e = sign_dot(sums, y, SPLIT, PRECISION)
-        up, cols = tl.exp2(e), tl.trans(k * tl.exp2(-e))
+        up, cols = tl.exp2(e), tl.trans(cast(k * tl.exp2(-e), dt))
         pairs = (i // DIAG == j // DIAG) & (i > j)
-        kk = tl.where(pairs, product(k * up, cols, FINE, PRECISION, dt), 0.0)
-        return kk, tl.where(pairs, product(q * up, cols, FINE, PRECISION, dt), 0.0)
+        kk = tl.where(pairs, dot(cast(k * up, dt), cols, None, PRECISION), 0.0)
+        return kk, tl.where(pairs, dot(cast(q * up, dt), cols, None, PRECISION), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    w_ptr, qg_ptr, kg_ptr, P_ptr,  # [slots, HV, ..]: [C, K], [C, K], [C, K], [C, C] in the products' dtype (P: or fp32)
+    w_ptr, qg_ptr, kg_ptr, P_ptr,  # [slots, HV, ..]: [C, K], [C, K], [C, K], [C, C] in the products' dtype
     u_ptr, qk_ptr, decay_ptr,  # [slots, HV, ..]: [V, C], [C], [K] in fp32
     out_ptr,
     scale, lower_bound, T, N, NC,
@@ -92,7 +79,7 @@ def chunk_intra_kernel(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DIAG: tl.constexpr,
     IS_VARLEN: tl.constexpr, L2NORM: tl.constexpr, HAS_BETA: tl.constexpr, SIGMOID_BETA: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr, ZERO_TAIL: tl.constexpr,
-    SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     slot, hv = pid // HV, pid % HV
@@ -147,10 +134,10 @@ def chunk_intra_kernel(
     else:
         b = tl.full([C], 1.0, tl.float32)
 
-    A, P = diagonal_products(q, k, y, DIAG, SPLIT, FINE, PRECISION, dt)
+    A, P = diagonal_products(q, k, y, DIAG, SPLIT, PRECISION, dt)
     for level in tl.static_range(0, 6):
         if (1 << level) >= DIAG and (1 << level) < C:
-            dA, dP = level_products(q, k, y, 1 << level, SPLIT, FINE, PRECISION, dt)
+            dA, dP = level_products(q, k, y, 1 << level, SPLIT, PRECISION, dt)
             A += dA
             P += dP
     M = unit_triangular_inverse(A * b[:, None], C, SPLIT, PRECISION)
@@ -167,7 +154,7 @@ def chunk_intra_kernel(
     tl.store(kg_ptr + o_ck, cast(k * down, dt), m_ck)
     tl.store(qk_ptr + at * C + i, qk)
     tl.store(decay_ptr + at * K + o_k, tl.sum(tl.where(r == C - 1, up, 0.0), 0), o_k < K)
-    tl.store(P_ptr + at * C * C + r * C + s, cast(P * scale, P_ptr.dtype.element_ty))
+    tl.store(P_ptr + at * C * C + r * C + s, cast(P * scale, dt))
     for v0 in tl.static_range(0, V, BV):
         m_v = v0 + o_v < V
         o_tv = batch * v_b + t[:, None] * v_t + hv * v_h + (v0 + o_v)[None, :]
@@ -183,7 +170,7 @@ def chunk_walk_kernel(
     T, N, NC, state_n, out_b, out_t, out_h,  # sizes and strides
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr,
-    SPLIT: tl.constexpr, FINE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -221,15 +208,11 @@ def chunk_walk_kernel(
         d = u - dot(S_in, tl.trans(w), None, PRECISION)  # [V, C]
         o = dot(S_in, tl.trans(qg), qk[None, :] * d, PRECISION)
         S *= decay[None, :]
-        P = tl.trans(P)
         if SPLIT:  # the state takes d in two halves: its error is then the keys' rounding alone
             d, d_rest = halves(d)
             S = dot(d_rest, kg, S, PRECISION)
-            if FINE:
-                P, P_rest = halves(P)
-                o = dot(d, P_rest, dot(d_rest, P, o, PRECISION), PRECISION)
         S = dot(d, kg, S, PRECISION)
-        o = dot(d, P, o, PRECISION)
+        o = dot(d, tl.trans(P), o, PRECISION)
 
         t = t0 + i
         row = out_ptr + batch * out_b + t[None, :] * out_t + hv * out_h + o_v[:, None]
@@ -267,11 +250,10 @@ def chunk_kda(
     C, BK = cfg["C"], max(configs.next_power_of_2(K), 16)
     NC = -(-T // C)
     slots = B * NC if cu_seqlens is None else T // C + N
-    dt = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    split, fine = q.dtype != torch.float32, dt == torch.bfloat16 and BK <= 64
-    P_dt = torch.float32 if fine else dt
+    # Products take bf16 operands where sums over many channels average their rounding out; else fp32 ones.
+    dt = torch.bfloat16 if q.dtype == torch.bfloat16 and BK > 64 else torch.float32
     shapes = dict(
-        w_ptr=(dt, C, K), qg_ptr=(dt, C, K), kg_ptr=(dt, C, K), P_ptr=(P_dt, C, C),
+        w_ptr=(dt, C, K), qg_ptr=(dt, C, K), kg_ptr=(dt, C, K), P_ptr=(dt, C, C),
         u_ptr=(torch.float32, V, C), qk_ptr=(torch.float32, C), decay_ptr=(torch.float32, K),
     )  # fmt: skip
     scratch = {x: torch.empty(slots, HV, *size, dtype=kind, device=q.device) for x, (kind, *size) in shapes.items()}
@@ -289,7 +271,7 @@ def chunk_kda(
             DIAG=min(C, diagonal_block(C, lower_bound if bounded else None)),
             IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
-            ZERO_TAIL=fresh, SPLIT=split, FINE=fine, PRECISION=cfg["PRECISION"],
+            ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
             num_warps=cfg["intra_warps"], num_stages=cfg["intra_stages"],
         )  # fmt: skip
     BV = cfg["BV"]
@@ -300,7 +282,7 @@ def chunk_kda(
             out_b=out.stride(0), out_t=out.stride(1), out_h=out.stride(2),
             HV=HV, K=K, V=V, C=C, BK=BK, BV=BV, IS_VARLEN=cu_seqlens is not None,
             HAS_INITIAL=initial_state is not None, STORE_FINAL=output_final_state,
-            SPLIT=dt == torch.bfloat16, FINE=fine, PRECISION=cfg["PRECISION"],
+            SPLIT=dt == torch.bfloat16, PRECISION=cfg["PRECISION"],
             num_warps=cfg["walk_warps"], num_stages=cfg["walk_stages"],
         )  # fmt: skip
     return out, final_state

@@ -37,7 +37,7 @@ def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.de
     return {
         "C": 32,
         "BV": BV,
-        # How fp32 operands (of fp32 and fp16 inputs) enter a product; plain TF32 would leave 1.2e-3 in the output.
+        # How fp32 operands enter a product; plain TF32 would leave 1.2e-3 in the output.
         "PRECISION": "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee",
         "intra_warps": 4,
         "intra_stages": 1,
