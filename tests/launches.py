@@ -161,7 +161,7 @@ def main(target, compiles):
 
     JITFunction.run = run
     with PretendGPU(), kda.use_backend("triton"):
-        shape = dict(T=256, N=3, H=16) if compiles else dict(T=1 << 17, N=1 << 11, H=64, slots=1 << 13)
+        shape = dict(T=256, N=3, H=16) if compiles else dict(T=1 << 19, N=1 << 17, H=64)
         for op, call in operations(kda, **shape).items():
             if compiles and target not in ONE_TARGET.get(op, TARGETS):
                 continue

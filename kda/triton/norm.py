@@ -4,54 +4,88 @@
     x   = x + residual                                                  also stored in residual_out
     out = (x / sqrt(mean(x * x) + eps) * weight + bias) * act(g)        sigmoid(g) or g * sigmoid(g) (SiLU)
 
-One program normalises a [BR, D] tile of rows.
+One program normalises BR rows, a tile [BR, BD] at a time. The mean square comes from a product x x^T, whose order of
+summation does not depend on how the rows are aligned in memory.
 """
 import triton
 import triton.language as tl
 
 from kda.triton import configs
-from kda.triton.tiles import cast
+from kda.triton.tiles import cast, dot
 
 
-# The sum over D runs in the order in which a warp holds x (+ residual): their alignment must not decide it.
-@triton.jit(
-    do_not_specialize=["R1", "R"],
-    do_not_specialize_on_alignment=[
-        "x", "sx_0", "sx_1", "sx_r", "residual", "sr_0", "sr_1", "sr_r", "residual_out", "sn_0", "sn_1", "sn_r"
-    ],
-)
+@triton.jit
+def residual_sum(x, residual, residual_out, d, mask):
+    """A tile [BR, BD] of x (+ residual) in fp32, also stored in residual_out; pointers are [BR, 1]."""
+    a = tl.load(x + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        a += tl.load(residual + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual_out is not None:
+        tl.store(residual_out + d[None, :], cast(a, residual_out.dtype.element_ty), mask=mask)
+    return a
+
+
+@triton.jit
+def row_squares(a, dtype: tl.constexpr, acc, PRECISION: tl.constexpr):
+    """acc + a a^T [BR, BR], its diagonal the sum of squares of every row; `dtype` holds `a` exactly."""
+    a = a.to(dtype)
+    return dot(a, tl.trans(a), acc, PRECISION)
+
+
+@triton.jit
+def gated(a, scale, weight, bias, g, out, d, mask, D, SILU: tl.constexpr):
+    """Stores a tile [BR, BD] of the output from `a` and the rows' 1 / rms [BR, 1]."""
+    y = a * scale
+    if weight is not None:
+        y *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        y += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    gate = tl.load(g + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        y *= gate
+    y *= tl.sigmoid(gate)
+    tl.store(out + d[None, :], cast(y, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R1", "R"])
 def rms_norm_gated_kernel(
     x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
     sx_0, sx_1, sx_r, sg_0, sg_1, sg_r, sr_0, sr_1, sr_r, sn_0, sn_1, sn_r, so_0, so_1, so_r,
-    SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(R, BR)
     r0, r1 = pid // blocks // R1, pid // blocks % R1
     r = pid % blocks * BR + tl.arange(0, BR)[:, None]
-    d = tl.arange(0, BD)
-    mask = (r < R) & (d < D)[None, :]  # [BR, BD]
+    i, d = tl.arange(0, BR), tl.arange(0, BD)
 
     x += r0 * sx_0 + r1 * sx_1 + r * sx_r
     g += r0 * sg_0 + r1 * sg_1 + r * sg_r
     out += r0 * so_0 + r1 * so_1 + r * so_r
-    a = tl.load(x + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(g + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         residual += r0 * sr_0 + r1 * sr_1 + r * sr_r
-        a += tl.load(residual + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual_out is not None:
         residual_out += r0 * sn_0 + r1 * sn_1 + r * sn_r
-        tl.store(residual_out + d[None, :], cast(a, residual_out.dtype.element_ty), mask=mask)
-    y = a * (1.0 / tl.sqrt(tl.sum(a * a, 1, keep_dims=True) / D + eps))
-    if weight is not None:
-        y *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        y *= gate
-    y *= tl.sigmoid(gate)
-    tl.store(out + d[None, :], cast(y, out.dtype.element_ty), mask=mask)
+
+    exact: tl.constexpr = x.dtype.element_ty if residual is None else tl.float32
+    squares = tl.zeros([BR, BR], tl.float32)
+    if ONE_TILE:
+        mask = (r < R) & (d < D)[None, :]
+        a = residual_sum(x, residual, residual_out, d, mask)
+        squares = row_squares(a, exact, squares, PRECISION)
+    else:
+        for d0 in range(0, D, BD):
+            mask = (r < R) & (d0 + d < D)[None, :]
+            a = residual_sum(x, residual, residual_out, d0 + d, mask)
+            squares = row_squares(a, exact, squares, PRECISION)
+    total = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
+    scale = (1.0 / tl.sqrt(total / D + eps))[:, None]
+    if ONE_TILE:
+        gated(a, scale, weight, bias, g, out, d, mask, D, SILU)
+    else:
+        for d0 in range(0, D, BD):
+            mask = (r < R) & (d0 + d < D)[None, :]
+            gated(residual_sum(x, residual, None, d0 + d, mask), scale, weight, bias, g, out, d0 + d, mask, D, SILU)
 
 
 def fold_rows(sizes, strides):
@@ -75,10 +109,10 @@ def rms_norm_gated(x, g, weight, bias, activation, residual, residual_out, eps, 
     tensors = (x, g, residual, residual_out, out)
     strides = [t.stride()[:-1] if t is not None else x.stride()[:-1] for t in tensors]
     (R0, R1, R), *strides = fold_rows(rows, strides)
-    config = configs.pick("rms_norm_gated", D=D)
+    config = configs.pick("rms_norm_gated", D=D, device=x.device)
     rms_norm_gated_kernel[(R0 * R1 * triton.cdiv(R, config["BR"]),)](
         x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
         *(step for steps in strides for step in steps),
-        SILU=activation == "silu", BD=triton.next_power_of_2(D), **config,
+        SILU=activation == "silu", ONE_TILE=D <= config["BD"], **config,
     )  # fmt: skip
     return out

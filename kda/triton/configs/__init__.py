@@ -30,6 +30,11 @@ def _large_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def fp32_products(device: torch.device) -> str:
+    """How fp32 operands enter a product and stay fp32: three TF32 products on NVIDIA's tensor cores."""
+    return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
+
+
 def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
     while BV > 16 and N * HV * -(-V // BV) < 128:  # a slice of V a program: narrower slices where heads are few
@@ -37,8 +42,7 @@ def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.de
     return {
         "C": 32,
         "BV": BV,
-        # How fp32 operands enter a product; plain TF32 would leave 1.2e-3 in the output.
-        "PRECISION": "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee",
+        "PRECISION": fp32_products(device),  # plain TF32 would leave 1.2e-3 in the output
         "intra_warps": 4,
         "intra_stages": 1,
         "walk_warps": 4 if BV >= 32 else 2,
@@ -60,10 +64,10 @@ def _gate(T: int, HV: int, K: int, **_) -> dict:
     return {"BT": min(next_power_of_2(T // 1024), 8), "BH": BH, "num_warps": 4}
 
 
-def _norm(D: int, **_) -> dict:
+def _norm(D: int, device: torch.device, **_) -> dict:
     # The tile follows from D alone: the order of summation must not depend on how many rows there are.
-    BR = max(2048 // next_power_of_2(D), 1)
-    return {"BR": BR, "num_warps": min(max(BR * next_power_of_2(D) // 512, 1), 16)}
+    BD = min(max(next_power_of_2(D), 16), 128)
+    return {"BR": min(2048 // BD, 64), "BD": BD, "PRECISION": fp32_products(device), "num_warps": 4}
 
 
 def _states(size: int, **_) -> dict:
