@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 from types import ModuleType
 
@@ -65,10 +66,18 @@ def call(stage: str, operation: str, device: torch.device, *args):
     """Runs `operation` of `stage` ("conv", "chunk", ..) as the backend of `device` implements it."""
     backend = _resolve(device.type, _request(), _interpreting())[0]
     function = getattr(_module(stage, backend == "reference"), operation)
+    if backend == "triton-cpu":
+        with _cpu_driver():
+            return function(*args)
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
             return function(*args)
     return function(*args)
+
+
+def _cpu_driver():
+    """This thread's launches go to the CPU within the block, on a GPU host too."""
+    return importlib.import_module("kda.triton_cpu").on_cpu()
 
 
 @functools.cache
@@ -105,12 +114,14 @@ def _resolve(kind: str, request: str, interpreting: bool) -> tuple[str, str]:
         if capability >= (8, 0):
             return "triton-cuda", "Triton compiles the kernels for this NVIDIA GPU"
         problem = f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels need 8.0 or newer"
+    if problem is None and kind == "cpu":
+        problem = _cpu_problem()
+        if problem is None and request == "auto" and torch.cuda.is_available():
+            problem = "beside a GPU Triton's CPU backend is used only when KDA_BACKEND=triton asks for it"
+        if problem is None:
+            return "triton-cpu", "Triton's backend named cpu compiles the kernels for this processor"
     if problem is None:
-        problem = (
-            "Triton as PyPI ships it has no backend for the CPU"
-            if kind == "cpu"
-            else f"there are no Triton kernels for devices of type {kind!r}"
-        )
+        problem = f"there are no Triton kernels for devices of type {kind!r}"
     if request == "triton":
         raise RuntimeError(f"the Triton kernels were asked for and cannot serve {kind} tensors: {problem}")
     return "reference", problem
@@ -126,4 +137,14 @@ def _triton_problem() -> str | None:
         found = re.match(r"(\d+)\.(\d+)", version)
         if found and tuple(map(int, found.groups())) < OLDEST_TRITON:
             return f"Triton {version} is installed and the kernels need {'.'.join(map(str, OLDEST_TRITON))} or newer"
+    return None
+
+
+@functools.cache
+def _cpu_problem() -> str | None:
+    """Why Triton's backend named cpu cannot be used, or None. Does not import Triton."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"Triton's CPU backend has been tried on x86-64 only, not on {platform.machine()}"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed, which Triton's CPU backend compiles with (pip install llvmlite)"
     return None

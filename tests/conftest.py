@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without a GPU the Triton kernels run in the interpreter: it has to be chosen before anything imports triton."""
+"""Fixtures of all tests: the backend a test runs on, and fresh memory that shows when nobody wrote it."""
 
 import os
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-else:
-    os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -45,5 +41,14 @@ def poisoned_allocations():
     torch.use_deterministic_algorithms(False)
 
 
+def pytest_collection_modifyitems(config, items):
+    """On a GPU every dtype, geometry and switch is another compilation: `gpu_subset` names the cases worth one."""
+    if helpers.GPU:
+        dropped = [item for item in items if not helpers.wanted_on_gpu(item)]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu_subset(predicate): parameters with which the test runs on a GPU")
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*")

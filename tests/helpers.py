@@ -21,14 +21,17 @@ DTYPES = [BF16, FP16, FP32]
 NULL = 0  # the null slot
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Backends. With a GPU the kernels run on it and the reference on the CPU; without one the kernels run in Triton's
-# interpreter (conftest.py sets TRITON_INTERPRET before anything imports triton), which is slow: its shapes are small.
+# Backends. With a GPU the kernels run on it and the reference on the CPU; without one the kernels run natively on the
+# CPU, or under TRITON_INTERPRET=1 in Triton's interpreter, which is slow: its shapes are small.
 
-GPU = os.environ.get("TRITON_INTERPRET") != "1"
-KERNELS = ("triton-rocm" if torch.version.hip else "triton-cuda") if GPU else "triton-interpret"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+if GPU:
+    KERNELS = "triton-rocm" if torch.version.hip else "triton-cuda"
+else:
+    KERNELS = "triton-interpret" if INTERPRETED else "triton-cpu"
 DEVICE = {"reference": torch.device("cpu"), KERNELS: torch.device("cuda" if GPU else "cpu")}
 NAMES = ["reference", KERNELS]
-INTERPRETED = not GPU
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
@@ -60,6 +63,19 @@ def dtype_id(value):
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
+def gpu_subset(predicate):
+    """Of the compiled kernels' cases, those for which `predicate(**parameters)` holds run on a GPU."""
+    return pytest.mark.gpu_subset(predicate)
+
+
+def wanted_on_gpu(item):
+    marks, call = list(item.iter_markers("gpu_subset")), getattr(item, "callspec", None)
+    if call is None or call.params.get("backend") != KERNELS:
+        return True
+    return all(mark.args[0](**call.params) for mark in marks)
+
+
+bf16_on_gpu = gpu_subset(lambda dtype, **_: dtype == BF16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 # ---------------------------------------------------------------------------------------------------------------------

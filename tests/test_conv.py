@@ -5,7 +5,7 @@ import oracle
 import pytest
 import torch
 from helpers import (BF16, FP16, FP32, assert_accurate, assert_only_view_written, call, dtype_id, each_dtype, frame,
-                     ints, on_backends, randn, starts)
+                     gpu_subset, ints, on_backends, randn, starts)
 
 import kda
 
@@ -53,6 +53,7 @@ def assert_states(states, before, left, W):
 # ----------------------------------------------------------------------------------------------------------- prefill
 
 
+@gpu_subset(lambda dim_last, dtype, W, **_: dim_last and (dtype == BF16 or W == 4))
 @each_dtype
 @pytest.mark.parametrize("dim_last", [True, False], ids=["state-dim-last", "state-dim-first"])
 @on_backends("lens,dim,W", [(RAGGED, 24, 4), (RAGGED, 40, 2), (RAGGED, 16, 8)],

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers import GPU, Backend, needs_gpu, subprocess_python
+from helpers import GPU, KERNELS, Backend, needs_gpu, subprocess_python
 
 import kda
 
@@ -74,11 +74,23 @@ def test_cpu_tensors_work_without_triton_and_are_told_why():
     assert backend == "reference" and "not installed" in reason and "pip install triton" in reason
 
 
-def test_cpu_tensors_go_to_the_reference_with_triton_installed():
-    """No "0 active drivers" on a machine without a GPU: Triton is not asked at all."""
-    code = ALL_OPERATIONS + "\nimport sys\nprint(kda.backend_for('cpu'), 'triton' in sys.modules)\nprint(kda.why('cpu'))"
+def test_cpu_tensors_go_to_native_kernels_on_a_machine_without_a_gpu():
+    """No "0 active drivers": the kernels are compiled for the CPU."""
+    code = ALL_OPERATIONS + "\nprint(kda.backend_for('cpu'))\nprint(kda.why('cpu'))"
     first, reason = run(code, CUDA_VISIBLE_DEVICES="")
-    assert first == "reference False" and "reference" in reason and "Triton" in reason
+    assert first == "triton-cpu" and "triton-cpu" in reason and "processor" in reason
+
+
+def test_cpu_tensors_work_without_llvmlite_and_are_told_why():
+    code = HIDE.replace("{names}", "('llvmlite',)") + ALL_OPERATIONS + "\nprint(kda.backend_for('cpu'), '|', kda.why('cpu'))"
+    backend, _, reason = run(code, CUDA_VISIBLE_DEVICES="")[0].partition(" | ")
+    assert backend == "reference" and "pip install llvmlite" in reason
+
+
+@needs_gpu
+def test_beside_a_gpu_cpu_tensors_go_to_native_kernels_only_when_asked():
+    assert run("import kda; print(kda.backend_for('cpu'))") == ["reference"]
+    assert run("import kda; print(kda.backend_for('cpu'))", KDA_BACKEND="triton") == ["triton-cpu"]
 
 
 def test_interpreter_serves_cpu_tensors_when_asked():
@@ -93,9 +105,11 @@ def test_gpu_tensors_go_to_triton():
     assert "GPU" in kda.why("cuda")
 
 
-@pytest.mark.parametrize("value,backend", [("auto", "reference"), ("reference", "reference"), ("", "reference")])
+@pytest.mark.parametrize("value,backend", [("auto", "triton-cpu"), ("reference", "reference"), ("", "triton-cpu"),
+                                           ("triton", "triton-cpu")])
 def test_KDA_BACKEND_values(value, backend):
-    assert run("import kda; print(kda.backend_for('cpu'))", KDA_BACKEND=value) == [backend]
+    code = "import kda; print(kda.backend_for('cpu'))"
+    assert run(code, KDA_BACKEND=value, CUDA_VISIBLE_DEVICES="") == [backend]
 
 
 def test_KDA_BACKEND_reference_wins_over_the_interpreter():
@@ -121,7 +135,7 @@ for call in (lambda: kda.backend_for("cpu"), lambda: kda.fused_recurrent_kda(q, 
     except RuntimeError as error:
         print(error)
 """
-    lines = run(code, KDA_BACKEND="triton")
+    lines = run(HIDE.replace("{names}", "('llvmlite',)") + code, KDA_BACKEND="triton")
     assert len(lines) == 2 and all("cpu" in line and "Triton" in line for line in lines)
 
 
@@ -145,7 +159,7 @@ def test_use_backend_holds_for_its_thread_only():
         thread = threading.Thread(target=lambda: answers.append(kda.backend_for("cpu")))
         thread.start()
         thread.join()
-    assert answers == ["reference" if GPU else "triton-interpret"]
+    assert answers == ["reference" if GPU else KERNELS]
 
 
 def test_use_backend_wins_over_KDA_BACKEND():

@@ -4,7 +4,7 @@
 import oracle
 import pytest
 import torch
-from helpers import (BF16, FP32, assert_accurate, chunk, each_dtype, make, on_backends, randn, recurrent,
+from helpers import (BF16, FP16, FP32, assert_accurate, chunk, each_dtype, gpu_subset, make, on_backends, randn, recurrent,
                      state_dtype_of)
 
 import kda
@@ -25,6 +25,7 @@ def peer(function, x):
     return o, state.transpose(-1, -2)
 
 
+@gpu_subset(lambda D, dtype, gate, **_: D == 128 and dtype != FP16 and gate == "bounded" or D == 32 and dtype == BF16)
 @each_dtype
 @pytest.mark.parametrize("gate", ["bounded", "unbounded"])
 @on_backends("B,T,D", [(2, 37, 32)], [(2, 130, 128)])

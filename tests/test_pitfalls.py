@@ -5,9 +5,12 @@ The number in front of each group is the line of that page. Lines 13 (states exp
 gated on AMX) and 17 (transformers without a GPU) belong to operations that do not exist yet; 18 is test_compile.py.
 """
 
+import fcntl
+import os
+
 import pytest
 import torch
-from helpers import (BF16, FP16, FP32, GPU, NULL, Mixer, assert_accurate, chunk, cut, dtype_id, each_dtype, frame,
+from helpers import (BF16, FP16, FP32, GPU, NULL, Mixer, assert_accurate, bf16_on_gpu, chunk, cut, dtype_id, each_dtype, frame,
                      ints, make, merged, needs_gpu, on_backends, pool_of, randn, recurrent, replace, unchanged)
 
 import kda
@@ -60,6 +63,7 @@ def test_70000_rows_of_every_other_operation(backend, rows):
 # ------------------------------------------------------------------------------------------ 2. a batch that is not dense
 
 
+@bf16_on_gpu
 @each_dtype
 def test_a_batch_with_a_gap_between_its_rows_reads_no_other_request(backend, dtype):
     """Between the two rows lies NaN: an address made from the token stride alone reads it."""
@@ -92,11 +96,15 @@ def needs_memory(gigabytes):
 
 
 @pytest.fixture
-def gpu():
-    """A GPU, not filled with NaN first (that costs seconds at this size), and emptied afterwards."""
+def gpu(tmp_path_factory):
+    """A GPU that no other test worker fills, without NaN in fresh memory (it costs seconds at this size)."""
     torch.use_deterministic_algorithms(False)
-    yield torch.device("cuda")
-    torch.cuda.empty_cache()
+    base = tmp_path_factory.getbasetemp()
+    with open((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        yield torch.device("cuda")
+        torch.cuda.empty_cache()
 
 
 @needs_gpu
@@ -362,6 +370,7 @@ def test_prefill_does_not_reuse_v_as_its_output(backend):
 # ------------------------------------------------------------------------------------- 8. sequences shorter than a block
 
 
+@bf16_on_gpu
 @each_dtype
 def test_sequences_of_1_to_17_tokens_packed(backend, dtype):
     x = make(lens=tuple(range(1, 18)), H=1, K=16, V=16, dtype=dtype, device=backend.device)

@@ -7,7 +7,7 @@ Geometry is random too: every example checks against the fp64 oracle or, bit for
 import oracle
 import pytest
 import torch
-from helpers import (BF16, DTYPES, FP16, FP32, INTERPRETED, Mixer, assert_accurate, chunk, cut, ints, make, randn,
+from helpers import (BF16, DTYPES, FP32, GPU, INTERPRETED, Mixer, assert_accurate, chunk, cut, ints, make, randn,
                      recurrent, starts)
 
 import kda
@@ -112,14 +112,19 @@ def test_speculative_rounds_equal_the_accepted_tokens_in_one_piece(backend, data
         assert_accurate(mixer.pool[table[n][accepted[n] - 1]], want_state, FP32, "state")
 
 
+# On a GPU a geometry is a compilation: there the lengths are random, and the heads and dims are those of other tests.
+def size(smallest, largest, on_gpu):
+    return st.just(on_gpu) if GPU else st.integers(smallest, largest)
+
+
 geometry = st.fixed_dictionaries(dict(
-    lens=st.lists(lengths, min_size=1, max_size=3), H=st.integers(1, 2), K=st.integers(16, 40), V=st.integers(16, 40),
+    lens=st.lists(lengths, min_size=1, max_size=3), H=size(1, 2, 2), K=size(16, 40, 32), V=size(16, 40, 16),
     dtype=st.sampled_from(DTYPES), gate=st.sampled_from(["bounded", "unbounded", "steep"]), seed=seeds,
 ))
 
 
 @prop
-@given(shape=geometry, groups=st.integers(1, 3))
+@given(shape=geometry, groups=size(1, 3, 1))
 def test_chunked_rule_equals_the_recurrence_for_any_geometry(backend, shape, groups):
     x = make(**shape, HV=shape["H"] * groups, device=backend.device)
     o, final = chunk(x)
@@ -129,8 +134,10 @@ def test_chunked_rule_equals_the_recurrence_for_any_geometry(backend, shape, gro
 
 
 @prop
-@given(shape=geometry, groups=st.integers(1, 3))
+@given(shape=geometry, groups=size(1, 3, 1))
 def test_recurrent_rule_equals_the_oracle_for_any_geometry(backend, shape, groups):
+    if INTERPRETED:  # it has no blocks whose edges would matter, and the interpreter takes a token at a time
+        shape["lens"] = [n % 8 for n in shape["lens"]]
     x = make(**shape, HV=shape["H"] * groups, device=backend.device)
     state = x.initial_state.clone()
     o, _ = recurrent(x, state=state)
@@ -140,8 +147,8 @@ def test_recurrent_rule_equals_the_oracle_for_any_geometry(backend, shape, group
 
 
 @prop
-@given(lens=st.lists(lengths, min_size=1, max_size=4), dim=st.integers(1, 70), W=st.integers(2, 8), seed=seeds,
-       dtype=st.sampled_from([BF16, FP16, FP32]))
+@given(lens=st.lists(lengths, min_size=1, max_size=4), dim=st.integers(1, 70), W=size(2, 8, 4), seed=seeds,
+       dtype=st.sampled_from([BF16] if GPU else DTYPES))
 def test_convolution_equals_the_oracle_for_any_geometry(backend, lens, dim, W, seed, dtype):
     x = randn(sum(lens), dim, seed=seed, dtype=dtype, device=backend.device).T
     weight = randn(dim, W, seed=seed + 1, device=backend.device)

@@ -4,8 +4,8 @@
 import oracle
 import pytest
 import torch
-from helpers import (BF16, DTYPES, FP16, FP32, assert_accurate, assert_only_view_written, call, dtype_id, each_dtype,
-                     frame, head_major, ints, make, merged, on_backends, pool_of, randn, recurrent, replace,
+from helpers import (BF16, DTYPES, FP16, FP32, assert_accurate, assert_only_view_written, bf16_on_gpu, call, dtype_id,
+                     each_dtype, frame, gpu_subset, head_major, ints, make, merged, on_backends, pool_of, randn, recurrent, replace,
                      state_dtype_of, unchanged)
 
 import kda
@@ -36,6 +36,7 @@ SHAPES = {**SMALL, **COMPILED, **LARGE}
 each_shape = on_backends("shape", SMALL, COMPILED, LARGE)
 
 
+@gpu_subset(lambda shape, gate, dtype, **_: dtype == BF16 or shape in LARGE and gate == "bounded")
 @each_dtype
 @pytest.mark.parametrize("gate", ["bounded", "unbounded", "steep"])
 @each_shape
@@ -50,6 +51,7 @@ def test_output_and_state_equal_the_oracle(backend, shape, gate, dtype):
     assert_accurate(state, want_state, dtype, "state")
 
 
+@bf16_on_gpu
 @each_dtype
 @on_backends("shape", ["ragged", "batch"], ["long"])
 def test_gate_computed_outside_gives_the_same_result(backend, shape, dtype):
@@ -73,6 +75,7 @@ def test_log_decay_of_minus_infinity_wipes_the_channel(backend):
     assert_accurate(state, want_state, FP32, "state")
 
 
+@bf16_on_gpu
 @each_dtype
 @pytest.mark.parametrize("beta", ["logits", "probabilities", "headwise-logits", "headwise", "none"])
 def test_beta_forms(backend, beta, dtype):
@@ -248,6 +251,7 @@ def test_inplace_false_reads_slots_and_leaves_the_pool_alone(backend):
 
 @pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=lambda d: "state-" + dtype_id(d))
 @pytest.mark.parametrize("form", [dict(B=3, T=4), dict(lens=(4, 2, 1))], ids=["batch", "packed"])
+@bf16_on_gpu
 @each_dtype
 def test_window_starts_at_the_accepted_column_and_keeps_a_state_per_token(backend, form, dtype, state_dtype):
     x = make(**form, dtype=dtype, device=backend.device, state_dtype=state_dtype)
@@ -355,6 +359,7 @@ LAYOUTS = {
 }
 
 
+@gpu_subset(lambda shape, dtype, **_: dtype == BF16 or shape == "ragged" and dtype == FP32)
 @each_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_backends("shape", ["ragged", "batch", "grouped"], ["long", "uneven-dims"], ["prefill"])
