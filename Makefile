@@ -9,6 +9,7 @@ HEADS       ?= 64
 FILE        ?=
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
+SAMPLE      := tests/test_states.py tests/test_gate.py tests/test_norm.py tests/test_recurrent.py
 
 TORCH_VERSION := 2.13.0
 PY    := $(VENV)/bin/python
@@ -33,6 +34,8 @@ demo: $(READY)
 # One thread a process: the processes already fill the cores.
 test: $(READY)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest tests -q -n $(JOBS) $(PYTEST_ARGS)
+	@echo 'a sample of the kernels in the interpreter of Triton'
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(SAMPLE) -q -n $(JOBS) -k interpret
 
 venv: $(READY)
 

@@ -41,6 +41,18 @@ def poisoned_allocations():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite on a GPU is mostly compilation: with pytest-xdist installed, workers compile side by side.
+
+    `-n 0` keeps it in one process, as a run without pytest-xdist is.
+    """
+    whole = all(os.path.isdir(path) for path in config.args)
+    if helpers.GPU and whole and not hasattr(config, "workerinput"):
+        if getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+            config.option.numprocesses = max(1, min(8, (os.cpu_count() or 1) // 2))
+
+
 def pytest_collection_modifyitems(config, items):
     """On a GPU every dtype, geometry and switch is another compilation: `gpu_subset` names the cases worth one."""
     if helpers.GPU:

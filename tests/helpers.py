@@ -65,7 +65,7 @@ def dtype_id(value):
 
 def gpu_subset(predicate):
     """Of the compiled kernels' cases, those for which `predicate(**parameters)` holds run on a GPU."""
-    return pytest.mark.gpu_subset(predicate)
+    return pytest.mark.gpu_subset.with_args(predicate)
 
 
 def wanted_on_gpu(item):

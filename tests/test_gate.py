@@ -4,7 +4,7 @@
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, FP32, call, each_dtype, frame, gpu_subset, on_backends, randn, unchanged
+from helpers import BF16, DTYPES, FP32, call, each_dtype, frame, gpu_subset, on_backends, randn, unchanged
 
 import kda
 

@@ -136,7 +136,7 @@ def fused_recurrent_kda(
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     window = indexed and ssm_state_indices.dim() == 2
-    cfg = configs.pick("fused_recurrent", N=N, HV=HV, K=K, V=V, T=T)
+    cfg = configs.pick("fused_recurrent", N=N, HV=HV, K=K, V=V, T=T, device=q.device)
     programs = (N + tail) * HV * -(-V // cfg["BV"])
     if programs and T:
         headwise = beta is not None and beta.dim() == 4

@@ -17,9 +17,9 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _recurrent(V: int, **_) -> dict:
-    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight.
-    return {"BV": min(next_power_of_2(V), 8), "num_warps": 1, "num_stages": 3}
+def _recurrent(V: int, device: torch.device, **_) -> dict:
+    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight on a GPU.
+    return {"BV": min(next_power_of_2(V), 32 if device.type == "cpu" else 8), "num_warps": 1, "num_stages": 3}
 
 
 @functools.cache
@@ -37,7 +37,8 @@ def fp32_products(device: torch.device) -> str:
 
 def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
-    while BV > 16 and N * HV * -(-V // BV) < 128:  # a slice of V a program: narrower slices where heads are few
+    # A program takes a slice of V: on a GPU narrower slices where heads are few.
+    while device.type != "cpu" and BV > 16 and N * HV * -(-V // BV) < 128:
         BV //= 2
     return {
         "C": 32,
