@@ -88,27 +88,10 @@ def rms_norm_gated_kernel(
             gated(residual_sum(x, residual, None, d0 + d, mask), scale, weight, bias, g, out, d0 + d, mask, D, SILU)
 
 
-def fold_rows(sizes, strides):
-    """Row dims of several tensors, right-aligned: dims that one stride walks in every tensor become one.
-
-    Returns the sizes, then the strides of each tensor; as many as before, the outer ones padded with size 1.
-    """
-    dims = []
-    for size, *steps in zip(sizes, *strides):
-        if dims and all(outer == size * inner for outer, inner in zip(dims[-1][1:], steps)):
-            dims[-1] = (dims[-1][0] * size, *steps)
-        elif size != 1:
-            dims.append((size, *steps))
-    dims = [(1,) + (0,) * len(strides)] * (len(sizes) - len(dims)) + dims
-    return tuple(zip(*dims))
-
-
 def rms_norm_gated(x, g, weight, bias, activation, residual, residual_out, eps, out):
     """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape."""
-    *rows, D = x.shape
-    tensors = (x, g, residual, residual_out, out)
-    strides = [t.stride()[:-1] if t is not None else x.stride()[:-1] for t in tensors]
-    (R0, R1, R), *strides = fold_rows(rows, strides)
+    R0, R1, R, D = x.shape
+    strides = [(x if t is None else t).stride()[:3] for t in (x, g, residual, residual_out, out)]
     config = configs.pick("rms_norm_gated", D=D, device=x.device)
     rms_norm_gated_kernel[(R0 * R1 * triton.cdiv(R, config["BR"]),)](
         x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
