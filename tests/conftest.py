@@ -24,14 +24,6 @@ def backend(request):
         yield chosen
 
 
-@pytest.fixture(params=[helpers.KERNELS])
-def kernels(request):
-    """The Triton backend of this machine alone, for what only kernels can get wrong."""
-    chosen = helpers.Backend(request.param, helpers.DEVICE[request.param])
-    with kda.use_backend(chosen.forced):
-        yield chosen
-
-
 @pytest.fixture(autouse=True)
 def poisoned_allocations():
     """Fresh memory holds NaN (or the largest integer), so that output which no kernel wrote shows."""
