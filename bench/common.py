@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares: timing, the machine it ran on, errors, and results written as they come."""
+"""What every benchmark shares: timing, the machine it ran on, and results written as they come."""
 from __future__ import annotations
 
 import datetime
@@ -12,13 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-
-def err(x: Tensor, ref: Tensor) -> float:
-    """|x - ref| / |ref|, Frobenius."""
-    ref = ref.double()
-    return ((x.to(ref) - ref).norm() / ref.norm()).item()
 
 
 # ---- time

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import kda
-from common import Results, copy_bytes_per_s, err, side_by_side_ms
+from common import Results, copy_bytes_per_s, side_by_side_ms
+from kda.cli.check import err
 
 H, D = 16, 128
 

@@ -9,7 +9,7 @@ not there is left out. Peers get contiguous inputs in the layouts that they want
 Times are medians of 20 calls with CUDA events; decode, and what is called `graph`, out of a CUDA graph. vLLM
 and fla autotune for minutes: they run on the prefill rows marked `*` only, unless --all-rows is given.
 DIR/gpu_first[-PART].json is written row by row. Exit status 1 when an error is over the contract's bound.
-Without a GPU it runs on the reference backend: for the accuracy part, and with --small to try the script.
+Without a GPU it runs on the CPU's backend: for the accuracy part, and with --small to try the script.
 """
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from torch import Tensor
 
 import kda
 import peers
-from common import Results, copy_bytes_per_s, err, graph_ms, kernel_us, median_ms, synchronises
+from common import Results, copy_bytes_per_s, graph_ms, kernel_us, median_ms, synchronises
+from kda.cli.check import BOUNDS, err, recurrence64
 
 R = TypeVar("R")
 Ms = float | str  # a time, or in words why there is none
@@ -42,8 +43,6 @@ PREFILL = [
     (16, [1024], True), (16, [65536], False),
 ]
 DECODE = [(H, N) for H in (64, 16) for N in (1, 8, 64, 256)]
-# contract section 7: output, final state
-BOUNDS = {torch.bfloat16: (0.0040, 0.0028), torch.float16: (0.0010, 0.0010), torch.float32: (2e-5, 2e-5)}
 
 
 def offsets(lens: list[int]) -> Tensor:
@@ -73,24 +72,11 @@ def strided(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return x | dict(q=q, k=k, v=v, beta=torch.cat([x["beta"], x["beta"]], -1)[..., :H])
 
 
-def recurrence64(x: dict[str, Tensor], lens: list[int], lower_bound: float | None) -> tuple[Tensor, Tensor]:
+def recurrence(x: dict[str, Tensor], lens: list[int], lower_bound: float | None) -> tuple[Tensor, Tensor]:
     """The recurrence in fp64 -> o [1, T, H, D], final states [N, H, V, K]."""
-    q, k, v, g, beta = (x[name][0].double() for name in ("q", "k", "v", "g", "beta"))
-    q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() * D**-0.5
-    k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    g, rate, b = g + x["bias"].double().view(-1, D), x["A_log"].double().exp()[:, None], beta.sigmoid()
-    y = -rate * torch.nn.functional.softplus(g) if lower_bound is None else lower_bound * (rate * g).sigmoid()
-    decay, o, states, start = y.exp(), torch.empty_like(v), [], 0
-    for n, length in enumerate(lens):
-        S = x["h0"][n].double()
-        for t in range(start, start + length):
-            S = S * decay[t, :, None, :]
-            d = b[t, :, None] * (v[t] - torch.bmm(S, k[t, :, :, None])[..., 0])
-            S = torch.baddbmm(S, d[:, :, None], k[t, :, None, :])
-            o[t] = torch.bmm(S, q[t, :, :, None])[..., 0]
-        start += length
-        states.append(S)
-    return o[None], torch.stack(states)
+    tokens = zip(*(x[name][0].split(lens) for name in ("q", "k", "v", "g", "beta")))
+    done = [recurrence64(*t, x["A_log"], x["bias"], lower_bound, h0) for t, h0 in zip(tokens, x["h0"])]
+    return torch.cat([o for o, _ in done])[None], torch.stack([S for _, S in done])
 
 
 def our_chunk(x: dict[str, Tensor], cu: Tensor, bounded: bool = True) -> tuple[Tensor, Tensor]:
@@ -157,7 +143,7 @@ def accuracy(results: Results, opts: argparse.Namespace) -> bool:
             T, cu = sum(lengths), offsets(lengths)
             x = inputs(T, H, len(lengths), dtype, bounded)
             if T not in refs:
-                refs[T] = recurrence64(x, lengths, LB if bounded else None)
+                refs[T] = recurrence(x, lengths, LB if bounded else None)
             got = attempt(partial(run_once, op, x, cu, bounded))
             ours = op not in peers.CHUNK
             gate = "bounded" if bounded else "unbounded"

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import platform
 import re
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -67,7 +68,7 @@ def call(stage: str, operation: str, device: torch.device, *args):
     backend = _resolve(device.type, _request(), _interpreting())[0]
     function = getattr(_module(stage, backend == "reference"), operation)
     if backend == "triton-cpu":
-        with _cpu_driver():
+        with _on_cpu()():
             return function(*args)
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
@@ -75,9 +76,10 @@ def call(stage: str, operation: str, device: torch.device, *args):
     return function(*args)
 
 
-def _cpu_driver():
-    """This thread's launches go to the CPU within the block, on a GPU host too."""
-    return importlib.import_module("kda.triton_cpu").on_cpu()
+@functools.cache
+def _on_cpu() -> Callable:
+    """`on_cpu` of the CPU backend: within it this thread's launches go to the CPU, on a GPU host too."""
+    return importlib.import_module("kda.triton_cpu.driver").on_cpu
 
 
 @functools.cache

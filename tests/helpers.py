@@ -363,6 +363,10 @@ class Mixer:
         lens = [len(r[0]["qkv"]) for r in rows]
         cu, index = ints(starts(lens), self.device), ints([r[1] for r in rows], self.device)
         has = torch.tensor([r[2] for r in rows], dtype=torch.bool, device=self.device)
+        return list(self.packed(x, cu, index, has).split(lens))
+
+    def packed(self, x, cu, index, has):
+        """Prefill of packed tokens, from device tensors alone. Returns o [T, H, V]."""
         y = kda.causal_conv1d_fn(x["qkv"].T, self.weight, None, self.conv_pool, cu, index, has)
         q, k, v = self.heads(y.T)
         initial = kda.gather_initial_states(self.pool, index, has)
@@ -370,7 +374,7 @@ class Mixer:
             q, k, v, x["g"][None], x["beta"][None], self.A_log, self.g_bias, initial_state=initial, safe_gate=True,
             output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu, sigmoid_beta=True)
         kda.scatter_states(self.pool, final, index)
-        return list(o[0].split(lens))
+        return o[0]
 
     def decode(self, rows):
         """rows: (tokens, slot), one token each. Returns o [1, H, V] of each."""

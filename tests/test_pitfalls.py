@@ -457,13 +457,7 @@ def test_results_do_not_depend_on_which_shape_came_first(backend):
 
 def layer_step(mixer, x, cu, index, has, table, accepted):
     """Every operation once, on fixed buffers."""
-    y = kda.causal_conv1d_fn(x["qkv"].T, mixer.weight, None, mixer.conv_pool, cu, index, has)
-    q, k, v = mixer.heads(y.T)
-    initial = kda.gather_initial_states(mixer.pool, index, has)
-    o, final = kda.chunk_kda_with_fused_gate(
-        q, k, v, x["g"][None], x["beta"][None], mixer.A_log, mixer.g_bias, initial_state=initial, safe_gate=True,
-        output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu, sigmoid_beta=True)
-    kda.scatter_states(mixer.pool, final, index)
+    o = mixer.packed(x, cu, index, has)
     N = len(index)
     one = {n: t[:N] for n, t in x.items()}
     y = kda.causal_conv1d_update(one["qkv"], mixer.conv_pool, mixer.weight, activation="silu", conv_state_indices=index)

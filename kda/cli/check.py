@@ -47,19 +47,21 @@ def worst(errors: list[float]) -> float:
 
 def recurrence64(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-    lower_bound: float, state: Tensor | None = None,
+    lower_bound: float | None, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence token by token in fp64, from `state` or from zeros.
 
-    q, k, v, raw_g [T, H, D], beta logits [T, H], A_log [H], dt_bias [H*D] -> o [T, H, D], state [H, V, K].
+    q, k, v, raw_g [T, H, D], beta logits [T, H], A_log [H], dt_bias [H*D] -> o [T, H, D], state [H, V, K]. A
+    `lower_bound` of None is the unbounded gate.
     """
     q, k, v, g, beta, A_log, dt_bias = (x.double() for x in (q, k, v, raw_g, beta, A_log, dt_bias))
     T, H, D = q.shape
     q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() * D**-0.5
     k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    decay = (lower_bound * torch.sigmoid(A_log.exp()[:, None] * (g + dt_bias.view(H, D)))).exp()
-    b = beta.sigmoid()
-    S = q.new_zeros(H, D, D) if state is None else state.clone()
+    g, rate = g + dt_bias.view(H, D), A_log.exp()[:, None]
+    y = -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+    decay, b = y.exp(), beta.sigmoid()
+    S = q.new_zeros(H, D, D) if state is None else state.double().clone()
     o = torch.empty_like(v)
     for t in range(T):
         S *= decay[t, :, None, :]

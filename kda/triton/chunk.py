@@ -268,7 +268,7 @@ def chunk_kda(
             out_t=out.stride(1), out_h=out.stride(2),
             H=H, HV=HV, HA=HV if A_log is None else A_log.numel(), K=K, V=V,
             C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64),
-            DIAG=min(C, diagonal_block(C, lower_bound if bounded else None)),
+            DIAG=diagonal_block(C, lower_bound if bounded else None),
             IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
             ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],

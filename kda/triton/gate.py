@@ -47,14 +47,9 @@ def fused_kda_gate(g, A_log, g_bias, beta, threshold, lower_bound):
     """[B, T, HV, K] raw gate -> fp32 log decay of the same shape, contiguous."""
     B, T, HV, K = g.shape
     y = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    s_b, s_t, s_h, _ = g.stride()
-    if T == 1:
-        B, T, s_b, s_t = 1, B, 0, s_b
-    elif s_b == T * s_t:
-        B, T, s_b = 1, B * T, 0
     config = configs.pick("fused_kda_gate", T=T, HV=HV, K=K)
     kda_gate_kernel[(B * triton.cdiv(T, config["BT"]) * triton.cdiv(HV, config["BH"]),)](
-        g, A_log, g_bias, y, T, HV, K, s_b, s_t, s_h, float(beta), float(threshold),
+        g, A_log, g_bias, y, T, HV, K, *g.stride()[:3], float(beta), float(threshold),
         0.0 if lower_bound is None else float(lower_bound),
         BOUNDED=lower_bound is not None, BK=triton.next_power_of_2(K), **config,
     )  # fmt: skip

@@ -34,16 +34,3 @@ def other_backend(module: str, base: type) -> type | None:
                 if inspect.isclass(found) and issubclass(found, base) and not inspect.isabstract(found):
                     return found
     return None
-
-
-def on_cpu():
-    """Within the block, this thread's launches go to the backend named `cpu`; other threads see no change.
-
-    Where no installed package has registered such a backend (this one on PYTHONPATH, say), it is registered now.
-    """
-    from triton.backends import Backend, backends
-
-    if "cpu" not in backends:
-        compiler, driver = (importlib.import_module(f"{__name__}.{part}") for part in ("compiler", "driver"))
-        backends["cpu"] = Backend(compiler=compiler.CPUBackend, driver=driver.CPUDriver)
-    return importlib.import_module(f"{__name__}.driver").on_cpu()

@@ -359,10 +359,17 @@ class _Switch:
 
 @contextlib.contextmanager
 def on_cpu():
-    """Within the block, this thread's launches go to the backend named `cpu`; other threads see no change."""
-    from triton.backends import backends
+    """Within the block, this thread's launches go to the backend named `cpu`; other threads see no change.
+
+    Where no installed package has registered such a backend (this one on PYTHONPATH, say), it is registered now.
+    """
+    from triton.backends import Backend, backends
     from triton.runtime.driver import driver
 
+    if "cpu" not in backends:
+        from kda.triton_cpu.compiler import CPUBackend
+
+        backends["cpu"] = Backend(compiler=CPUBackend, driver=CPUDriver)
     cpu = backends["cpu"].driver
     active = driver.active
     if type(active) is not cpu and type(active) is not _Switch:
