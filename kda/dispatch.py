@@ -63,10 +63,15 @@ def use_backend(name: str):
         _override.reset(token)
 
 
-def call(stage: str, operation: str, device: torch.device, *args):
-    """Runs `operation` of `stage` ("conv", "chunk", ..) as the backend of `device` implements it."""
+def call(stage: str, operation: str, device: torch.device, *args, **hints):
+    """Runs `operation` of `stage` ("conv", "chunk", ..) as the backend of `device` implements it.
+
+    `hints` are for Triton's launchers: they may save time and change no result.
+    """
     backend = _resolve(device.type, _request(), _interpreting())[0]
     function = getattr(_module(stage, backend == "reference"), operation)
+    if hints and backend != "reference":
+        function = functools.partial(function, **hints)
     if backend == "triton-cpu":
         with _on_cpu()():
             return function(*args)
@@ -98,7 +103,8 @@ def _request() -> str:
 
 
 def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    asked = os.environ.get("TRITON_INTERPRET")
+    return asked is not None and asked.lower() in ("1", "true", "on", "yes", "y")
 
 
 @functools.cache
@@ -118,8 +124,6 @@ def _resolve(kind: str, request: str, interpreting: bool) -> tuple[str, str]:
         problem = f"the GPU has compute capability {capability[0]}.{capability[1]} and the kernels need 8.0 or newer"
     if problem is None and kind == "cpu":
         problem = _cpu_problem()
-        if problem is None and request == "auto" and torch.cuda.is_available():
-            problem = "beside a GPU Triton's CPU backend is used only when KDA_BACKEND=triton asks for it"
         if problem is None:
             return "triton-cpu", "Triton's backend named cpu compiles the kernels for this processor"
     if problem is None:

@@ -11,6 +11,8 @@ All operations raise TypeError for a wrong dtype and ValueError for any other ba
 """
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,19 @@ from kda.dispatch import call
 
 # Hints that vLLM's and fla's callers pass and that have nothing to say here: the grid needs no tables from the host.
 _HINTS = frozenset({"chunk_indices", "chunk_offsets", "chunk_size", "cu_seqlens_cpu"})
+
+
+def _without_gradients(operation):
+    """`torch.no_grad()`, which costs nothing where gradients are off already."""
+
+    @functools.wraps(operation)
+    def run(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return operation(*args, **kwargs)
+        with torch.no_grad():
+            return operation(*args, **kwargs)
+
+    return run
 
 
 def _only_hints(kwargs: dict) -> None:
@@ -33,7 +48,7 @@ def _silu(activation: bool | str | None) -> bool:
     return bool(activation)
 
 
-@torch.no_grad()
+@_without_gradients
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -98,7 +113,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@torch.no_grad()
+@_without_gradients
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -191,7 +206,7 @@ def _conv_states(name: str, state, dim: int, columns: int, like: Tensor) -> None
         check.refuse(name, f"strides {state.stride()}", "elements that do not overlap")
 
 
-@torch.no_grad()
+@_without_gradients
 def fused_kda_gate(
     g: Tensor,
     A: Tensor,
@@ -239,7 +254,7 @@ def fused_kda_gate(
     return y.view(*g.shape[:-1], H, K)
 
 
-@torch.no_grad()
+@_without_gradients
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -288,7 +303,7 @@ def chunk_kda(
     )  # fmt: skip
 
 
-@torch.no_grad()
+@_without_gradients
 def chunk_kda_with_fused_gate(
     q: Tensor,
     k: Tensor,
@@ -355,7 +370,7 @@ def _chunk(
     )  # fmt: skip
 
 
-@torch.no_grad()
+@_without_gradients
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -412,14 +427,56 @@ def fused_recurrent_kda(
         (torch.Size([3, 1, 2, 32]), [2, 5, 7])
     """
     _only_hints(kwargs)
+    if not compute_gate:
+        a_log = g_bias = lower_bound = None
+    seen = check.seen(
+        "fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, ssm_state_indices, num_accepted_tokens, out, sigmoid_beta, a_log, g_bias, compute_gate, lower_bound,
+    )
+    if not seen.checked:
+        _check_recurrent(
+            q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, a_log, g_bias,
+            compute_gate, lower_bound,
+        )
+        check.output(out, v.shape, v.dtype, q)
+        seen.checked = True
+    if out is not None:
+        check.apart(
+            out, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, a_log=a_log, g_bias=g_bias
+        )
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    if compute_gate:
+        a_log = a_log.view(-1)
+        g_bias = None if g_bias is None else g_bias.view(-1, K)
+        lower_bound = None if lower_bound is None else float(lower_bound)
+    state, token_states = initial_state, None
+    if not inplace_final_state:
+        dtype = torch.float32 if state is None else state.dtype
+        token_states = torch.zeros(B * T, HV, V, K, dtype=dtype, device=q.device)
+    elif state is None:
+        N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+        state = torch.zeros(N, HV, V, K, dtype=torch.float32, device=q.device)
+    out = call(
+        "recurrent", "fused_recurrent_kda", q.device,
+        q, k, v, g, beta, K**-0.5 if scale is None else scale, state, cu_seqlens, ssm_state_indices,
+        num_accepted_tokens, use_qk_l2norm_in_kernel, sigmoid_beta, a_log, g_bias, lower_bound, token_states, out,
+        seen=seen,
+    )  # fmt: skip
+    return out, state if token_states is None else token_states
+
+
+def _check_recurrent(
+    q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, a_log, g_bias, compute_gate,
+    lower_bound,
+) -> None:  # fmt: skip
     B, T, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=True)
     if compute_gate:
         if a_log is None:
             check.refuse("a_log", "None", "[HV] amplitudes, beside `compute_gate`")
-        a_log, g_bias = check.gate_parameters(a_log, g_bias, H, HV, K, q, names=("a_log", "g_bias"))
-        lower_bound = None if lower_bound is None else check.bound(lower_bound)
-    else:
-        a_log = g_bias = lower_bound = None
+        check.gate_parameters(a_log, g_bias, H, HV, K, q, names=("a_log", "g_bias"))
+        if lower_bound is not None:
+            check.bound(lower_bound)
     if ssm_state_indices is None:
         if num_accepted_tokens is not None:
             check.refuse("ssm_state_indices", "None", "[N, window] slots, beside `num_accepted_tokens`")
@@ -431,21 +488,6 @@ def fused_recurrent_kda(
         pool = check.states("initial_state", initial_state, None, HV, V, K, q).shape[0]
         check.slots("ssm_state_indices", ssm_state_indices, N, pool, q, window=True)
         _window(ssm_state_indices, num_accepted_tokens, cu_seqlens, N, T, q)
-    check.output(
-        out, v.shape, v.dtype, q, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, a_log=a_log, g_bias=g_bias
-    )
-    state, token_states = initial_state, None
-    if not inplace_final_state:
-        dtype = torch.float32 if state is None else state.dtype
-        token_states = torch.zeros(B * T, HV, V, K, dtype=dtype, device=q.device)
-    elif state is None:
-        state = torch.zeros(N, HV, V, K, dtype=torch.float32, device=q.device)
-    out = call(
-        "recurrent", "fused_recurrent_kda", q.device,
-        q, k, v, g, beta, K**-0.5 if scale is None else scale, state, cu_seqlens, ssm_state_indices,
-        num_accepted_tokens, use_qk_l2norm_in_kernel, sigmoid_beta, a_log, g_bias, lower_bound, token_states, out,
-    )  # fmt: skip
-    return out, state if token_states is None else token_states
 
 
 def _window(indices: Tensor, accepted: Tensor | None, cu_seqlens: Tensor | None, N: int, T: int, like: Tensor) -> None:
@@ -463,7 +505,7 @@ def _window(indices: Tensor, accepted: Tensor | None, cu_seqlens: Tensor | None,
         check.refuse("ssm_state_indices", f"a window of {indices.shape[1]}", f"{longest}, the longest sequence, or more")
 
 
-@torch.no_grad()
+@_without_gradients
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -530,7 +572,7 @@ def rms_norm_gated(
     return (out, residual_out) if prenorm else out
 
 
-@torch.no_grad()
+@_without_gradients
 def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
     """Rows of a state pool as one tensor, zeros where a request starts fresh.
 
@@ -554,7 +596,7 @@ def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Ten
     return call("states", "gather_initial_states", state.device, state, indices, has_initial_state)
 
 
-@torch.no_grad()
+@_without_gradients
 def scatter_states(state: Tensor, src: Tensor, indices: Tensor) -> None:
     """Writes rows into a state pool: `state[indices] = src`, in place.
 

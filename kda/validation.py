@@ -20,6 +20,40 @@ HEAD_DIMS = range(16, 257)
 CONV_WIDTHS = range(2, 9)
 
 
+MOST_SEEN = 1024
+
+
+class Seen:
+    """Arguments of one operation but for the tensors' contents and addresses: what checks of them decided holds again.
+
+    `launches` is for backends: what they prepared for such arguments.
+    """
+
+    __slots__ = ("checked", "launches")
+
+    def __init__(self) -> None:
+        self.checked, self.launches = False, {}
+
+
+_seen: dict[tuple, Seen] = {}
+
+
+def seen(*args) -> Seen:
+    """The entry of these arguments; a new one each time under `KDA_CHECK=1`, which looks at contents."""
+    if checking():
+        return Seen()
+    key = tuple([(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x for x in args])
+    try:
+        found = _seen.get(key)
+    except TypeError:  # not hashable: an argument that no check will accept
+        return Seen()
+    if found is None:
+        if len(_seen) >= MOST_SEEN:
+            _seen.clear()
+        found = _seen[key] = Seen()
+    return found
+
+
 def refuse(name: str, got, accepted: str, error: type[Exception] = ValueError):
     raise error(f"`{name}`: got {got}; accepted: {accepted}")
 
@@ -36,15 +70,24 @@ def tensor(name: str, x, shape: tuple | None, dtypes: Sequence[torch.dtype], lik
         refuse(name, f"dtype {_names([x.dtype])}", f"dtype {_names(dtypes)}", TypeError)
     if like is not None and x.device != like.device:
         refuse(name, f"a tensor on {x.device}", f"one on {like.device}, where the other inputs are")
-    if shape is not None and (
-        x.dim() != len(shape) or any(isinstance(s, int) and s != got for s, got in zip(shape, x.shape))
-    ):
+    if shape is not None and x.shape != shape and not _fits(x.shape, shape):
         refuse(name, f"shape {list(x.shape)}", f"shape [{', '.join('any' if s is None else str(s) for s in shape)}]")
     return x
 
 
+def _fits(got: Sequence[int], shape: tuple) -> bool:
+    if len(got) != len(shape):
+        return False
+    for n, wanted in zip(got, shape):
+        if n != wanted and isinstance(wanted, int):
+            return False
+    return True
+
+
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two elements of `x` share memory (an expanded tensor, say)."""
+    if x.is_contiguous():
+        return False
     extent = 1
     for stride, size in sorted((st, si) for st, si in zip(x.stride(), x.shape) if si > 1):
         if stride < extent:
@@ -55,7 +98,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 def strided(name: str, x: Tensor) -> Tensor:
     """`x` has a contiguous last dim and tokens that do not overlap: what the kernels can address."""
-    if x.numel() == 0:
+    if x.is_contiguous() or x.numel() == 0:
         return x
     if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
         refuse(name, f"strides {x.stride()}", "a contiguous last dim (stride 1)")
@@ -142,6 +185,8 @@ def states(name: str, state, rows: int | None, HV: int, V: int, K: int, like: Te
     tensor(name, state, (rows, HV, V, K), STATES, like)
     if rows is None and state.shape[0] == 0:
         refuse(name, "a pool with no slot", "at least one slot")
+    if state.is_contiguous():
+        return state
     slot = [(st, want) for st, want, si in zip(state.stride()[1:], (V * K, K, 1), (HV, V, K)) if si > 1]
     if any(st != want for st, want in slot) or (state.shape[0] > 1 and state.stride(0) < HV * V * K):
         refuse(name, f"strides {state.stride()}", f"dense slots: strides ({HV * V * K} or more, {V * K}, {K}, 1)")
@@ -178,14 +223,19 @@ def _rows(x: Tensor, origin: int, period: int) -> tuple[int, int] | None:
     return (first, first + width * size) if first + width * size <= period else None
 
 
+def _span(x: Tensor) -> tuple[int, int]:
+    """First and end address of what `x` can touch."""
+    start, size = x.data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return start, start + size * x.numel()
+    return start, start + size * (1 + sum(st * (n - 1) for st, n in zip(x.stride(), x.shape)))
+
+
 def may_share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether an element of `a` may lie where one of `b` does. Column slices of one buffer are told apart."""
     if a.numel() == 0 or b.numel() == 0:
         return False
-    spans = [
-        (x.data_ptr(), x.data_ptr() + x.element_size() * (1 + sum(st * (n - 1) for st, n in zip(x.stride(), x.shape))))
-        for x in (a, b)
-    ]
+    spans = [_span(a), _span(b)]
     if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
         return False
     origin = min(a.data_ptr(), b.data_ptr())
@@ -205,10 +255,15 @@ def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool =
         strided("out", out)
     elif overlaps_itself(out):
         refuse("out", f"strides {out.stride()}", "elements that do not overlap")
+    apart(out, **inputs)
+    return out
+
+
+def apart(out: Tensor, **inputs) -> None:
+    """`out` shares no memory with an input."""
     for name, x in inputs.items():
         if x is not None and may_share_memory(out, x):
             refuse("out", f"memory that `{name}` uses", "a buffer of its own")
-    return out
 
 
 def common_rows(name: str, tensors: Sequence[Tensor | None], limit: int) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 
 def launched_kernels():
-    """module.kernel of every @triton.jit function in kda/triton that is launched somewhere as `kernel[grid](...)`."""
+    """module.kernel of every @triton.jit function in kda/triton launched as `kernel[grid](...)` or by `Launch(kernel)`."""
     jitted, launched = {}, set()
     for path in sorted((ROOT / "kda" / "triton").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -31,6 +31,8 @@ def launched_kernels():
                 jitted[node.name] = f"{module}.{node.name}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value).split(".")[-1])
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Launch":
+                launched.add(ast.unparse(node.args[0]))
     return sorted(name for kernel, name in jitted.items() if kernel in launched)
 
 

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("demo",)
+COMMANDS = ("doctor", "demo")
 
 
 class CommandError(Exception):

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked delta rule (prefill) in two kernels, cut where the parallelism changes; contract.md section 2.
 
-Inside a chunk of C tokens, with y the log decays, G their inclusive cumulative sum, b = beta:
+Inside a chunk of C tokens, with y the log decays, G their inclusive cumulative sum, b = beta and S [V, K] the state
+that enters:
 
-    A[i, j] = b_i sum_k k_i k_j exp(G_i - G_j)  (i > j)      M = (I + A)^-1
-    u = M (b v)      w = M (b k exp(G))      P[i, j] = scale sum_k q_i k_j exp(G_i - G_j)  (i > j)
-    qk_i = scale sum_k q_i k_i, the diagonal of P: kept apart in fp32, as it is most of a short sequence's output
+    A[i, j] = b_i sum_k k_i k_j exp(G_i - G_j)  (i > j)      P[i, j] = scale sum_k q_i k_j exp(G_i - G_j)  (i >= j)
+    U = (I + A)^-1 diag(b)      w = U (k exp(G))             R = P U      z = scale q exp(G) - R (k exp(G))
 
-`chunk_intra_kernel` computes these for every chunk at once (one program a chunk and value head), and
-`chunk_walk_kernel` carries the state S [V, K] through the chunks of a sequence (one program a sequence, value head and
-slice of V):
+    d = U v - w S^T      o = R v + z S^T      S' = S exp(G_last) + d^T (k exp(G_last - G))
 
-    d = u - w S^T      o = scale (q exp(G)) S^T + P d + qk d      S = S exp(G_last) + d^T (k exp(G_last - G))
+`chunk_intra_kernel` computes U, R, w, z and the keys of the last product for every chunk at once (one program a chunk
+and value head); `chunk_walk_kernel` carries S through the chunks of a sequence (one program a sequence, value head and
+slice of V). Only d stands between one state and the next. k is used as it came, its norm 1 / |k| kept in U, R and d:
+where nothing decays, keys then enter the products unrounded, and errors of equal keys cancel as the keys do.
 
 No exponential can overflow, however negative a gate is: pairs (i, j) are split into levels h = 1, 2, 4, .., C/2. At
 level h, i lies in the odd and j in the even half of a block of 2h tokens, and
@@ -19,8 +20,8 @@ level h, i lies in the odd and j in the even half of a block of 2h tokens, and
     G_i - G_j = (sum of y from the odd half's start to i) + (sum of y after j to the even half's end)
 
 so both factors are exp of a sum that is never positive for a decaying gate. The inverse is built up by the same levels:
-M_2h = M_h - M_h A_h M_h, with A_h the entries of A at level h. A gate bounded from below needs no levels inside
-blocks of DIAG tokens: there one product anchored at the block's middle stays in range.
+M_2h = M_h - M_h A_h M_h, with A_h the entries of A at level h. Under a gate with a lower bound that C tokens cannot
+take out of the range of fp32, k exp(G) and k exp(-G) serve all pairs at once.
 """
 import torch
 import triton
@@ -28,11 +29,12 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.tiles import (
-    cast, dot, find_sequence, first_slot, halves, level_pairs, log_decay,
+    cast, dot, find_sequence, fine_dot, first_slot, halves, level_pairs, log_decay, row,
     sequence_range, sign_dot, unit_triangular_inverse,
 )  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
+RANGE = tl.constexpr(58.0)  # exp(-G) is kept in 2**-58 .. 2**60, and leaves keys as much to either side
 
 
 @triton.jit
@@ -51,32 +53,105 @@ def level_products(q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def diagonal_products(q, k, y, DIAG: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
-    """The same for the pairs i > j inside blocks of DIAG tokens, anchored at the middle."""
+def products_by_levels(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """For any gate: both products [C, C], q exp(G), k exp(G) and k exp(G_last - G) [C, K], exp(G_last) [K]."""
     C: tl.constexpr = q.shape[0]
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if DIAG == 1:
-        return tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    y = tl.where(y < -1e4, -1e4, y)  # exp2 is zero long before; keeps -inf out of the sums, and a NaN a NaN
+    kk, qk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for level in tl.static_range(0, 6):
+        if (1 << level) < C:
+            kk_h, qk_h = level_products(q, k, y, 1 << level, SPLIT, PRECISION, dt)
+            kk += kk_h
+            qk += qk_h
+    up = tl.exp2(sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION))
+    down = tl.exp2(sign_dot(tl.where(s > r, 1.0, 0.0), y, SPLIT, PRECISION))
+    return kk, qk, cast(q * up, dt), cast(k * up, dt), k * down, row(up, C - 1)
+
+
+@triton.jit
+def products_at_once(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """The same for a gate with a lower bound, such that exp(-G) times `BELOW` is in range."""
+    C: tl.constexpr = q.shape[0]
+    r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    G = sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION)
+    up, k_down = tl.exp2(G), k * tl.exp2(-RANGE - G)
+    q_up, k_up, cols = cast(q * up, dt), cast(k * up, dt), tl.trans(cast(k_down, dt))
+    kk = tl.where(r > s, dot(k_up, cols, None, PRECISION), 0.0)
+    qk = tl.where(r > s, dot(q_up, cols, None, PRECISION), 0.0)
+    last = tl.min(G, 0)  # G falls from row to row
+    back = tl.exp2(tl.zeros([1], tl.float32) + RANGE)
+    return kk * back, qk * back, q_up, k_up, k_down * tl.exp2(last + RANGE)[None, :], tl.exp2(last)
+
+
+@triton.jit
+def part_of_channels(
+    q_ptr, k_ptr, g_ptr, bias_ptr, live, A, lower_bound, kg_ptr, decay_ptr, q_t, k_t, g_t,
+    K: tl.constexpr, K0: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, AT_ONCE: tl.constexpr,
+    RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr,
+):  # fmt: skip
+    """Of channels K0 .. K0 + BP - 1: k k^T and q k^T with decays [C, C], sums q k, q q and k k [C], q exp(G) and
+    k exp(G) [C, BP]; stores what the state takes."""
+    i, o_k = tl.arange(0, C), K0 + tl.arange(0, BP)
+    m = live[:, None] & (o_k < K)[None, :]
+    q = tl.load(q_ptr + i[:, None] * q_t + o_k[None, :], m, 0.0).to(dt)
+    k = tl.load(k_ptr + i[:, None] * k_t + o_k[None, :], m, 0.0).to(dt)
+    y = tl.load(g_ptr + i[:, None] * g_t + o_k[None, :], m, 0.0).to(tl.float32)  # to log2 of the decays
+    if RAW_GATE:
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + o_k, o_k < K, 0.0).to(tl.float32)[None, :]
+        y = tl.where(live[:, None], log_decay(y, A, lower_bound * LOG2E, 1.0, 20.0, BOUNDED), 0.0)
+    if not BOUNDED:
+        y *= LOG2E
+    # A product with the identity brings tiles into the layout of products, however they were loaded: sums over their
+    # rows then have one order, whatever the inputs' alignment in memory.
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dt)
+    q, k = dot(one, q, None, PRECISION), dot(one, k, None, PRECISION)
+    if AT_ONCE:
+        kk, qk, q_up, k_up, kg, decay = products_at_once(q, k, y, SPLIT, PRECISION, dt)
     else:
-        mid = i // DIAG * DIAG + DIAG // 2
-        sums = tl.where((j > mid) & (j <= i), 1.0, tl.where((j > i) & (j <= mid), -1.0, 0.0))
-        e = sign_dot(sums, y, SPLIT, PRECISION)
-        up, cols = tl.exp2(e), tl.trans(cast(k * tl.exp2(-e), dt))
-        pairs = (i // DIAG == j // DIAG) & (i > j)
-        kk = tl.where(pairs, dot(cast(k * up, dt), cols, None, PRECISION), 0.0)
-        return kk, tl.where(pairs, dot(cast(q * up, dt), cols, None, PRECISION), 0.0)
+        kk, qk, q_up, k_up, kg, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
+    tl.store(kg_ptr + i[:, None] * K + o_k[None, :], cast(kg, dt), (i < C)[:, None] & (o_k < K)[None, :])
+    tl.store(decay_ptr + o_k, decay, o_k < K)
+    return kk, qk, tl.sum(q * k, 1), tl.sum(q * q, 1), tl.sum(k * k, 1), q_up, k_up
+
+
+@triton.jit
+def store_wz(
+    tiles, U, R, q_up, k_up, q_inv, K: tl.constexpr, K0: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
+):  # fmt: skip
+    """w = U k_up and z = q_inv (q_up + R k_up) of channels K0 and on."""
+    C: tl.constexpr = k_up.shape[0]
+    i, o_k = tl.arange(0, C), K0 + tl.arange(0, k_up.shape[1])
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dt)
+    w = product_of_halves(U, k_up, None, PRECISION, dt)
+    z = product_of_halves(R, k_up, dot(one, q_up, None, PRECISION), PRECISION, dt) * q_inv[:, None]
+    o_ck, m_ck = i[:, None] * K + o_k[None, :], (i < C)[:, None] & (o_k < K)[None, :]
+    tl.store(tiles + o_ck, cast(w, dt), m_ck)
+    tl.store(tiles + C * K + o_ck, cast(z, dt), m_ck)
+
+
+@triton.jit
+def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """acc + a @ b for an fp32 `a`, which bf16 products take in two halves."""
+    if dt == tl.bfloat16:
+        head, rest = halves(a)
+        return dot(head, b, dot(rest, b, acc, PRECISION), PRECISION)
+    else:
+        return dot(a, b, acc, PRECISION)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    w_ptr, qg_ptr, kg_ptr, P_ptr,  # [slots, HV, ..]: [C, K], [C, K], [C, K], [C, C] in the products' dtype
-    u_ptr, qk_ptr, decay_ptr,  # [slots, HV, ..]: [V, C], [C], [K] in fp32
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
+    tiles_ptr,  # [slots, HV, ..]: w, z, keys [C, K], U, R, U's rest [C, C], in the dtype that products take
+    vectors_ptr,  # [slots, HV, ..] fp32: the diagonal of R [C], exp(G_last) [K]
     out_ptr,
     scale, lower_bound, T, N, NC,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, out_t, out_h,  # strides
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, out_t, out_h,  # strides
     H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DIAG: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AT_ONCE: tl.constexpr, PARTS: tl.constexpr,
     IS_VARLEN: tl.constexpr, L2NORM: tl.constexpr, HAS_BETA: tl.constexpr, SIGMOID_BETA: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr, ZERO_TAIL: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -84,17 +159,18 @@ def chunk_intra_kernel(
     pid = tl.program_id(0).to(tl.int64)
     slot, hv = pid // HV, pid % HV
     h = hv // (HV // H)
-    i, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    i = tl.arange(0, C)
     if IS_VARLEN:
         seq, c = find_sequence(cu_seqlens, slot, N, T, C)
         bos, eos = sequence_range(cu_seqlens, seq, N, T)
         batch, t0, length = seq * 0, bos + c * C, eos - bos - c * C
         if seq == N:  # the tail that belongs to no sequence
             if ZERO_TAIL:
+                o_v = tl.arange(0, BV)
                 for v0 in tl.static_range(0, V, BV):
-                    row = out_ptr + (t0 + i)[:, None] * out_t + hv * out_h + (v0 + o_v)[None, :]
+                    rows = out_ptr + (t0 + i)[:, None] * out_t + hv * out_h + (v0 + o_v)[None, :]
                     m_tail = (i < length)[:, None] & (v0 + o_v < V)[None, :]
-                    tl.store(row, tl.zeros([C, BV], out_ptr.dtype.element_ty), m_tail)
+                    tl.store(rows, tl.zeros([C, BV], out_ptr.dtype.element_ty), m_tail)
             return
     else:
         batch, t0 = slot // NC, slot % NC * C
@@ -102,75 +178,75 @@ def chunk_intra_kernel(
     if length <= 0:
         return
 
-    # q^, k^ [C, K], log2 of the decays y [C, K], b [C]; rows past the sequence's end are zero.
-    dt = w_ptr.dtype.element_ty
-    t, live = t0 + i, i < length
+    dt = tiles_ptr.dtype.element_ty
+    t, live = t0 + i, i < length  # rows past the sequence's end are zero
     r, s = i[:, None], i[None, :]
-    m_k = live[:, None] & (o_k < K)[None, :]
-    q = tl.load(q_ptr + batch * q_b + t[:, None] * q_t + h * q_h + o_k[None, :], m_k, 0.0).to(dt)
-    k = tl.load(k_ptr + batch * k_b + t[:, None] * k_t + h * k_h + o_k[None, :], m_k, 0.0).to(dt)
-    y = tl.load(g_ptr + batch * g_b + t[:, None] * g_t + hv * g_h + o_k[None, :], m_k, 0.0).to(tl.float32)
-    # Sums over K come from products, whose order does not depend on how the inputs are aligned in memory.
-    qk = tl.sum(tl.where(r == s, dot(q, tl.trans(k), None, PRECISION), 0.0), 1) * scale
-    if L2NORM:
-        q_norm = tl.sqrt(tl.sum(tl.where(r == s, dot(q, tl.trans(q), None, PRECISION), 0.0), 1) + 1e-6)
-        k_norm = tl.sqrt(tl.sum(tl.where(r == s, dot(k, tl.trans(k), None, PRECISION), 0.0), 1) + 1e-6)
-        qk = qk / q_norm / k_norm
-        q, k = q.to(tl.float32) / q_norm[:, None], k.to(tl.float32) / k_norm[:, None]
-    else:
-        q, k = q.to(tl.float32), k.to(tl.float32)
+    q_ptr += batch * q_b + t0 * q_t + h * q_h
+    k_ptr += batch * k_b + t0 * k_t + h * k_h
+    g_ptr += batch * g_b + t0 * g_t + hv * g_h
+    a = 0.0
     if RAW_GATE:
         h_a = hv // (HV // HA)
+        a = tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32))
         if HAS_BIAS:
-            y += tl.load(bias_ptr + h_a * K + o_k, o_k < K, 0.0).to(tl.float32)[None, :]
-        y = log_decay(y, tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32)), lower_bound, 1.0, 20.0, BOUNDED)
-        y = tl.where(m_k, y, 0.0)
-    y *= LOG2E
-    y = tl.where(y < -1e4, -1e4, y)  # exp2 is zero long before; keeps -inf out of the sums, and a NaN a NaN
+            bias_ptr += h_a * K
     if HAS_BETA:
         b = tl.load(beta_ptr + batch * beta_b + t * beta_t + hv, live, 0.0).to(tl.float32)
         if SIGMOID_BETA:
             b = tl.sigmoid(b)
     else:
-        b = tl.full([C], 1.0, tl.float32)
+        b = tl.where(live, 1.0, 0.0)
 
-    A, P = diagonal_products(q, k, y, DIAG, SPLIT, PRECISION, dt)
-    for level in tl.static_range(0, 6):
-        if (1 << level) >= DIAG and (1 << level) < C:
-            dA, dP = level_products(q, k, y, 1 << level, SPLIT, PRECISION, dt)
-            A += dA
-            P += dP
-    M = unit_triangular_inverse(A * b[:, None], C, SPLIT, PRECISION)
-    M_low = tl.trans(cast(tl.where(r > s, M, 0.0), dt))  # without the unit diagonal, which stays exact
+    tiles = tiles_ptr + pid * (3 * C * K + 3 * C * C)
+    vectors = vectors_ptr + pid * (C + K)
+    BP: tl.constexpr = BK // PARTS
+    A, P, p, qq, kk, q_up, k_up = part_of_channels(
+        q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, vectors + C, q_t, k_t, g_t,
+        K, 0, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
+    )  # fmt: skip
+    if PARTS == 2:
+        A1, P1, p1, qq1, kk1, q_up1, k_up1 = part_of_channels(
+            q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, vectors + C, q_t, k_t, g_t,
+            K, BP, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
+        )  # fmt: skip
+        A, P, p, qq, kk = A + A1, P + P1, p + p1, qq + qq1, kk + kk1
+    if L2NORM:
+        q_inv, k_inv = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
+    else:
+        q_inv, k_inv = qq * 0.0 + scale, kk * 0.0 + 1.0
+    p *= k_inv  # the diagonal of P, in fp32
+    o_cc = 3 * C * K + r * C + s
 
-    at = slot * HV + hv
-    o_ck = at * C * K + r * K + o_k[None, :]
-    m_ck = (o_k < K)[None, :] & (r < C)
-    up = tl.exp2(sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION))  # exp(G)
-    down = tl.exp2(sign_dot(tl.where(s > r, 1.0, 0.0), y, SPLIT, PRECISION))  # exp(G_last - G)
-    bk = b[:, None] * k * up
-    tl.store(w_ptr + o_ck, cast(dot(tl.trans(M_low), cast(bk, dt), bk, PRECISION), dt), m_ck)
-    tl.store(qg_ptr + o_ck, cast(q * up * scale, dt), m_ck)
-    tl.store(kg_ptr + o_ck, cast(k * down, dt), m_ck)
-    tl.store(qk_ptr + at * C + i, qk)
-    tl.store(decay_ptr + at * K + o_k, tl.sum(tl.where(r == C - 1, up, 0.0), 0), o_k < K)
-    tl.store(P_ptr + at * C * C + r * C + s, cast(P * scale, dt))
-    for v0 in tl.static_range(0, V, BV):
-        m_v = v0 + o_v < V
-        o_tv = batch * v_b + t[:, None] * v_t + hv * v_h + (v0 + o_v)[None, :]
-        bv = tl.trans(tl.load(v_ptr + o_tv, live[:, None] & m_v[None, :], 0.0).to(tl.float32) * b[:, None])  # [V, C]
-        u = dot(cast(bv, dt), M_low, bv, PRECISION)
-        tl.store(u_ptr + at * C * V + (v0 + o_v)[:, None] * C + s, u, m_v[:, None] & (s < C))
+    A *= (b * k_inv)[:, None] * k_inv[None, :]
+    P *= k_inv[None, :]
+    M = tl.where(r > s, unit_triangular_inverse(A, C, SPLIT, PRECISION), 0.0)
+    R = (P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M) * b[None, :]
+    R_diag = p * b
+    tl.store(tiles + C * C + o_cc, cast(R * q_inv[:, None], dt))  # its diagonal stays in fp32
+    tl.store(vectors + i, R_diag * q_inv)
+    U = tl.where(r == s, 1.0, M) * k_inv[:, None] * b[None, :]
+    R = tl.where(r == s, R_diag[:, None], R)
+
+    if dt == tl.bfloat16:
+        U_head, U_rest = halves(U)
+        tl.store(tiles + o_cc, U_head)
+        tl.store(tiles + 2 * C * C + o_cc, U_rest)
+    else:
+        tl.store(tiles + o_cc, U)
+    U *= -k_inv[None, :]  # w is to be added
+    R *= -k_inv[None, :]
+    store_wz(tiles, U, R, q_up, k_up, q_inv, K, 0, PRECISION, dt)
+    if PARTS == 2:
+        store_wz(tiles, U, R, q_up1, k_up1, q_inv, K, BP, PRECISION, dt)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_walk_kernel(
-    w_ptr, qg_ptr, kg_ptr, P_ptr, u_ptr, qk_ptr, decay_ptr, initial_state, cu_seqlens,  # inputs
+    tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
     out_ptr, final_state,
-    T, N, NC, state_n, out_b, out_t, out_h,  # sizes and strides
+    T, N, NC, state_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -184,53 +260,65 @@ def chunk_walk_kernel(
 
     i, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), v0 + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    m_ck, m_vc = m_k[None, :] & (i < C)[:, None], m_v[:, None] & (i < C)[None, :]
-    m_vk = m_v[:, None] & m_k[None, :]
+    m_ck, m_vk = m_k[None, :] & (i < C)[:, None], m_v[:, None] & m_k[None, :]
     o_vk = hv * V * K + o_v[:, None] * K + o_k[None, :]
     S = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
         S += tl.load(initial_state + n * state_n + o_vk, m_vk, 0.0).to(tl.float32)
 
-    # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
-    dt = w_ptr.dtype.element_ty
-    for t0 in range(bos, eos, C):
-        at = slot * HV + hv
-        o_ck = at * C * K + i[:, None] * K + o_k[None, :]
-        w = tl.load(w_ptr + o_ck, m_ck, 0.0)  # [C, K]
-        u = tl.load(u_ptr + at * C * V + o_v[:, None] * C + i[None, :], m_vc, 0.0)  # [V, C]
-        qg = tl.load(qg_ptr + o_ck, m_ck, 0.0)
-        kg = tl.load(kg_ptr + o_ck, m_ck, 0.0)
-        P = tl.load(P_ptr + at * C * C + i[:, None] * C + i[None, :])  # [C, C]
-        qk = tl.load(qk_ptr + at * C + i)  # [C]
-        decay = tl.load(decay_ptr + at * K + o_k, m_k, 0.0)
+    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk ahead;
+    # of the tiles, which enter products, the compiler sees to that.
+    dt = tiles_ptr.dtype.element_ty
+    SIZE: tl.constexpr = 3 * C * K + 3 * C * C
+    at = slot * HV + hv
+    tiles, ii = tiles_ptr + at * SIZE, tl.arange(0, 2 * C)
+    p_wz, p_kg = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
+    tiles += 3 * C * K
+    p_ur, p_rest = tiles + ii[:, None] * C + i[None, :], tiles + 2 * C * C + i[:, None] * C + i[None, :]
+    p_r, p_decay = vectors_ptr + at * (C + K) + i, vectors_ptr + at * (C + K) + C + o_k
+    p_v = v_ptr + batch * v_b + (bos + i)[None, :] * v_t + hv * v_h + o_v[:, None]
+    p_out = out_ptr + batch * out_b + (bos + i)[None, :] * out_t + hv * out_h + o_v[:, None]
+    left = (eos - bos).to(tl.int32)
+    r_next = tl.load(p_r, (i < C) & (left > 0), 0.0)
+    decay_next = tl.load(p_decay, m_k & (left > 0), 0.0)
 
-        S_in = cast(S, dt)
-        d = u - dot(S_in, tl.trans(w), None, PRECISION)  # [V, C]
-        o = dot(S_in, tl.trans(qg), qk[None, :] * d, PRECISION)
+    # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
+    for _ in range(0, tl.cdiv(left, C)):
+        r, decay = r_next, decay_next
+        p_r += HV * (C + K)
+        p_decay += HV * (C + K)
+        r_next = tl.load(p_r, (i < C) & (left > C), 0.0)  # [C]
+        decay_next = tl.load(p_decay, m_k & (left > C), 0.0)  # [K]
+        m_vt = m_v[:, None] & (i < left)[None, :]
+        v = tl.load(p_v, m_vt, 0.0).to(dt)  # [V, C]
+        UR = tl.load(p_ur)  # [2 C, C]
+        if K == BK:
+            wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
+        else:
+            wz, kg = tl.load(p_wz, m_k[None, :] & (ii < 2 * C)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
+
+        both = dot(cast(S, dt), tl.trans(wz), dot(v, tl.trans(UR), None, PRECISION), PRECISION)  # [V, 2 C]
+        d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
+        o += v.to(tl.float32) * r[None, :]
+        if dt == tl.bfloat16:
+            d = dot(v, tl.trans(tl.load(p_rest)), d, PRECISION)
         S *= decay[None, :]
-        if SPLIT:  # the state takes d in two halves: its error is then the keys' rounding alone
+        if dt == tl.bfloat16:  # the state takes d in two halves: its error is then the keys' rounding alone
             d, d_rest = halves(d)
             S = dot(d_rest, kg, S, PRECISION)
         S = dot(d, kg, S, PRECISION)
-        o = dot(d, tl.trans(P), o, PRECISION)
 
-        t = t0 + i
-        row = out_ptr + batch * out_b + t[None, :] * out_t + hv * out_h + o_v[:, None]
-        tl.store(row, cast(o, out_ptr.dtype.element_ty), m_v[:, None] & (t < eos)[None, :])
-        slot += 1
+        tl.store(p_out, cast(o, out_ptr.dtype.element_ty), m_vt)
+        p_wz += HV * SIZE
+        p_kg += HV * SIZE
+        p_ur += HV * SIZE
+        p_rest += HV * SIZE
+        p_v += C * v_t
+        p_out += C * out_t
+        left -= C
 
     if STORE_FINAL:
         tl.store(final_state + n * HV * V * K + o_vk, S, m_vk)
-
-
-def diagonal_block(C: int, lower_bound: float | None) -> int:
-    """Tokens in a block whose decays, anchored at the middle, stay within exp(+-44); 1 without a bound."""
-    if lower_bound is None:
-        return 1
-    block = 1
-    while block < C and block * abs(lower_bound) <= 44:
-        block *= 2
-    return block
 
 
 def chunk_kda(
@@ -252,37 +340,34 @@ def chunk_kda(
     slots = B * NC if cu_seqlens is None else T // C + N
     # Products take bf16 operands where sums over many channels average their rounding out; else fp32 ones.
     dt = torch.bfloat16 if q.dtype == torch.bfloat16 and BK > 64 else torch.float32
-    shapes = dict(
-        w_ptr=(dt, C, K), qg_ptr=(dt, C, K), kg_ptr=(dt, C, K), P_ptr=(dt, C, C),
-        u_ptr=(torch.float32, V, C), qk_ptr=(torch.float32, C), decay_ptr=(torch.float32, K),
-    )  # fmt: skip
-    scratch = {x: torch.empty(slots, HV, *size, dtype=kind, device=q.device) for x, (kind, *size) in shapes.items()}
+    tiles = torch.empty(slots, HV, 3 * C * (K + C), dtype=dt, device=q.device)
+    vectors = torch.empty(slots, HV, C + K, dtype=torch.float32, device=q.device)
     bounded = A_log is not None and lower_bound is not None
     if T and HV:
         chunk_intra_kernel[((slots + (cu_seqlens is not None)) * HV,)](
-            q, k, v, g, beta, A_log, g_bias, cu_seqlens, **scratch, out_ptr=out,
+            q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, vectors, out,
             scale=scale, lower_bound=lower_bound or 0.0, T=T, N=N, NC=NC,
             q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), k_b=k.stride(0), k_t=k.stride(1), k_h=k.stride(2),
-            v_b=v.stride(0), v_t=v.stride(1), v_h=v.stride(2), g_b=g.stride(0), g_t=g.stride(1), g_h=g.stride(2),
+            g_b=g.stride(0), g_t=g.stride(1), g_h=g.stride(2),
             beta_b=0 if beta is None else beta.stride(0), beta_t=0 if beta is None else beta.stride(1),
             out_t=out.stride(1), out_h=out.stride(2),
             H=H, HV=HV, HA=HV if A_log is None else A_log.numel(), K=K, V=V,
             C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64),
-            DIAG=diagonal_block(C, lower_bound if bounded else None),
-            IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
+            AT_ONCE=bounded and C * abs(lower_bound) * 1.4427 <= 118,  # exp2 of it times |k| fits fp32 and bf16
+            PARTS=cfg["PARTS"], IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
             ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
-            num_warps=cfg["intra_warps"], num_stages=cfg["intra_stages"],
+            **cfg["intra"],
         )  # fmt: skip
     BV = cfg["BV"]
     if N and HV:
         chunk_walk_kernel[(N * HV * -(-V // BV),)](
-            **scratch, initial_state=initial_state, cu_seqlens=cu_seqlens, out_ptr=out, final_state=final_state,
+            tiles, vectors, v, initial_state, cu_seqlens, out, final_state,
             T=T, N=N, NC=NC, state_n=0 if initial_state is None else initial_state.stride(0),
+            v_b=v.stride(0), v_t=v.stride(1), v_h=v.stride(2),
             out_b=out.stride(0), out_t=out.stride(1), out_h=out.stride(2),
             HV=HV, K=K, V=V, C=C, BK=BK, BV=BV, IS_VARLEN=cu_seqlens is not None,
-            HAS_INITIAL=initial_state is not None, STORE_FINAL=output_final_state,
-            SPLIT=dt == torch.bfloat16, PRECISION=cfg["PRECISION"],
-            num_warps=cfg["walk_warps"], num_stages=cfg["walk_stages"],
+            HAS_INITIAL=initial_state is not None, STORE_FINAL=output_final_state, PRECISION=cfg["PRECISION"],
+            **cfg["walk"],
         )  # fmt: skip
     return out, final_state

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import sys
 from types import ModuleType
 
@@ -193,10 +194,10 @@ class CPUBackend(BaseBackend):
         graph = ttir.parse(module if isinstance(module, str) else str(module))
         kernel = graph.kernel
         metadata["name"] = kernel.name
-        metadata["shared"] = 0
         metadata["parameters"] = [str(value.type) for value in kernel.args]
         metadata["parameter_names"] = [value.name for value in kernel.args]
         text = lowering.lower(graph, features=features, options=options)
+        metadata["shared"] = int(re.search(r"\.arena = constant i64 (\d+)", text)[1])  # a thread's scratch memory
         optimised = codegen.optimize(codegen.join(text, runtime.launch_code()), features)
         return str(optimised), optimised
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import sys
@@ -158,7 +159,8 @@ class CPULauncher:
         self.metadata = metadata
         signature = list(src.signature.values())
         names = getattr(metadata, "parameter_names", [])
-        self.pack = make_packer(signature, names, bool(getattr(metadata, "bounds", False)))
+        self.bounds = bool(getattr(metadata, "bounds", False))
+        self.pack = make_packer(signature, names, self.bounds)
         self.owner = None
         _pending.launcher = self
 
@@ -187,6 +189,22 @@ class CPULauncher:
         function.launch(gx, gy, gz, self.pack(*args), _thread_count())
         if exit_hook is not None:
             exit_hook(launch_metadata)
+
+    def repeat(self, function: runtime.Kernel, programs: int, tensors: int, args: tuple) -> Callable | None:
+        """A launch of `programs` from the tensors' addresses alone, all else as in `args`; None if there is no such.
+
+        `args` are the kernel's first arguments, the `tensors` tensors (and Nones) before the numbers; the rest are constants.
+        """
+        types = list(self.src.signature.values())
+        if self.bounds or any(type != "constexpr" for type in types[len(args):]):
+            return None
+        rest = self.pack(*args, *[None] * (len(types) - len(args)))[8 * tensors:]
+        addresses = struct.Struct(f"<{tensors}Q").pack
+
+        def launch(places: list[int]) -> None:
+            function.launch(programs, 1, 1, addresses(*places) + rest, _thread_count())
+
+        return launch
 
     def settle(self) -> None:
         # Triton unloads the module of a kernel that dies through the driver that is active then, which may be a GPU's.
@@ -221,7 +239,7 @@ class CPUUtils:
         else:
             kernel = launcher.load(name, data)
             launcher.owner = sys._getframe(1).f_locals.get("self")
-        return kernel, kernel, 0, 0, 1 << 30
+        return kernel, kernel, 1, 0, 1 << 30
 
     @staticmethod
     def unload_module(module) -> None:
@@ -233,8 +251,9 @@ class CPUUtils:
 
     @staticmethod
     def get_device_properties(device) -> dict:
+        """A multiprocessor is a thread. No kernel lacks registers (each has one of them) or scratch memory."""
         return {
-            "max_shared_mem": 1 << 40, "multiprocessor_count": _thread_count(), "max_num_regs": 32, "warpSize": 1,
+            "max_shared_mem": 1 << 40, "multiprocessor_count": _thread_count(), "max_num_regs": 1 << 16, "warpSize": 1,
             "sm_clock_rate": 0, "mem_clock_rate": 0, "mem_bus_width": 0,
         }  # fmt: skip
 
@@ -309,9 +328,10 @@ class CPUDriver(DriverBase):
         return _Interface
 
     def get_benchmarker(self):
+        """Shorter than a GPU's: launches are synchronous, and many configurations are the same code here."""
         from triton.testing import do_bench
 
-        return do_bench
+        return functools.partial(do_bench, warmup=5, rep=30)
 
     def get_empty_cache_for_benchmark(self):
         import torch
@@ -340,47 +360,57 @@ _here = threading.local()
 _switching = threading.Lock()
 
 
-class _Switch:
-    """The active driver of a process with GPUs: the CPU's inside `on_cpu()` in this thread, else the one before."""
+def _per_thread(config, cpu: DriverBase) -> type:
+    """The class of Triton's one `DriverConfig`, but within `on_cpu()` the thread's active driver is the CPU's.
 
-    def __init__(self, before, cpu):
-        self.__dict__.update(_before=before, _cpu=cpu)
+    `set_active` would do so for all threads, and a thread that is just making the GPU's driver would undo it.
+    """
+    base = type(config)
 
-    def __getattr__(self, name: str):
-        return getattr(self._cpu if getattr(_here, "depth", 0) else self._before, name)
+    def active(self):
+        return cpu if getattr(_here, "depth", 0) else base.active.fget(self)
 
-    def __setattr__(self, name: str, value) -> None:
-        setattr(self._cpu if getattr(_here, "depth", 0) else self._before, name, value)
-
-    @property
-    def __class__(self):  # Triton's launchers ask whether the active driver is theirs
-        return type(self._cpu if getattr(_here, "depth", 0) else self._before)
+    return type(base.__name__, (base,), {"active": property(active), "cpu": cpu})
 
 
-@contextlib.contextmanager
-def on_cpu():
+class _OnCPU:
+    """The context that `on_cpu` returns; one for all, as what it changes is the thread's own."""
+
+    config = None  # Triton's, once it knows the CPU's driver
+
+    def __enter__(self) -> None:
+        if self.config is None:
+            from triton.runtime.driver import driver
+
+            with _switching:
+                if not hasattr(driver, "cpu"):
+                    driver.__class__ = _per_thread(driver, _registered()())
+            self.config = driver
+        _here.depth = getattr(_here, "depth", 0) + 1
+
+    def __exit__(self, *error) -> None:
+        _here.depth -= 1
+
+
+_ON_CPU = _OnCPU()
+
+
+def on_cpu() -> contextlib.AbstractContextManager:
     """Within the block, this thread's launches go to the backend named `cpu`; other threads see no change.
 
     Where no installed package has registered such a backend (this one on PYTHONPATH, say), it is registered now.
     """
+    return _ON_CPU
+
+
+def _registered() -> type[DriverBase]:
     from triton.backends import Backend, backends
-    from triton.runtime.driver import driver
 
     if "cpu" not in backends:
         from kda.triton_cpu.compiler import CPUBackend
 
         backends["cpu"] = Backend(compiler=CPUBackend, driver=CPUDriver)
-    cpu = backends["cpu"].driver
-    active = driver.active
-    if type(active) is not cpu and type(active) is not _Switch:
-        with _switching:
-            if type(driver.active) is not _Switch:
-                driver.set_active(_Switch(driver.active, cpu()))
-    _here.depth = getattr(_here, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _here.depth -= 1
+    return backends["cpu"].driver
 
 
 def _triton_selects() -> bool:

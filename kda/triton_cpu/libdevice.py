@@ -14,10 +14,10 @@ _C_UNARY = (
 )  # fmt: skip
 _C_BINARY = ("atan2", "copysign", "fdim", "fmod", "hypot", "nextafter", "pow", "remainder")
 _OPERATIONS = {
-    "abs": "abs", "ceil": "ceil", "cos": "cos", "div_rn": "div_rn", "erf": "erf", "exp": "exp", "exp2": "exp2",
+    "abs": "abs", "ceil": "ceil", "cos": "cos", "erf": "erf", "exp": "exp", "exp2": "exp2",
     "fast_cosf": "cos", "fast_expf": "exp", "fast_log2f": "log2", "fast_logf": "log", "fast_sinf": "sin",
     "floor": "floor", "fma": "fma", "fma_rn": "fma", "log": "log", "log2": "log2", "mulhi": "umulhi", "rsqrt": "rsqrt",
-    "rsqrt_rn": "rsqrt", "sin": "sin", "sqrt": "sqrt", "sqrt_rn": "sqrt_rn",
+    "rsqrt_rn": "rsqrt", "sin": "sin", "sqrt": "sqrt", "sqrt_rn": "sqrt",
 }  # fmt: skip
 _SAME = {"fast_tanhf": "tanh", "fast_tanf": "tan", "fast_exp10f": "exp10", "fast_log10f": "log10", "fast_powf": "pow"}
 
@@ -80,7 +80,32 @@ isfinited = finitef
 
 @core.extern
 def div_rn(arg0, arg1, _semantic=None):
-    return math.div_rn(arg0, arg1, _semantic=_semantic)
+    return _semantic.truediv(_semantic.to_tensor(arg0), _semantic.to_tensor(arg1))
+
+
+@core.extern
+def rcp_rn(arg0, _semantic=None):
+    return _semantic.truediv(_semantic.to_tensor(1.0), _semantic.to_tensor(arg0))
+
+
+@core.extern
+def signbit(arg0, _semantic=None):
+    bits = core.dtype(f"int{arg0.dtype.primitive_bitwidth}")
+    return _semantic.less_than(_semantic.bitcast(arg0, bits), _semantic.to_tensor(0))
+
+
+def _bits_as(name: str, kind: core.dtype):
+    def call(arg0, _semantic=None):
+        return _semantic.bitcast(_semantic.to_tensor(arg0), kind)
+
+    return _named(call, name)
+
+
+for _name, _kind in (
+    ("float_as_int", core.int32), ("float_as_uint", core.uint32), ("int_as_float", core.float32),
+    ("uint_as_float", core.float32), ("double_as_longlong", core.int64), ("longlong_as_double", core.float64),
+):  # fmt: skip
+    globals()[_name] = _bits_as(_name, _kind)
 
 
 def __getattr__(name: str):

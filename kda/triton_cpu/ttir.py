@@ -415,6 +415,9 @@ _WORDS = {
     "tt.get_num_programs": ("axis",),
     "tt.atomic_rmw": ("atomic_rmw_op", "sem", "scope"),
     "tt.atomic_cas": ("sem", "scope"),
+    "tt.atomic_load": ("sem", "scope"),
+    "tt.atomic_store": ("sem", "scope"),
+    "tt.atomic_poll": ("sem", "scope"),
     "arith.truncf": ("roundingmode",),
 }
 _FLAGS = ("allow_reorder", "efficient_layout", "unsigned", "disjoint", "nneg", "exact", "volatile")
@@ -825,6 +828,10 @@ class _Parser:
                     op.attrs[word] = self.attribute()
                 else:
                     words.append(word)
+            elif self.text.startswith("->", self.at):  # no operands, so no types of them
+                self.at += 2
+                self.name_words(op, words)
+                return self.types()
             elif char == "-" or char.isdigit():
                 words.append(self.need(_NUMBER, "a number")[0])
             else:
@@ -1012,6 +1019,7 @@ class _Parser:
 _NO_RESULT = frozenset((
     "tt.store", "tt.assert", "tt.return", "tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return",
     "scf.yield", "scf.condition", "llvm.intr.assume", "ttg.barrier", "gpu.barrier", "tt.descriptor_store",
+    "tt.atomic_store",
 ))  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of Triton on CPU tensors against torch; `run(group)` runs every case of a group (test_lowering.py)."""
+"""Operations of Triton on CPU tensors against torch; `run(groups)` runs every case of the groups (test_lowering.py)."""
 
 import sys
 
@@ -17,9 +17,10 @@ def group(function):
     return function
 
 
-def run(name):
-    torch.manual_seed(0)
-    GROUPS[name]()
+def run(names):
+    for name in names.split():
+        torch.manual_seed(0)
+        GROUPS[name]()
 
 
 def values(shape, dtype):

@@ -68,6 +68,13 @@ def regions(x, y, z, h, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def larger(x, y):
+    if x > y:
+        return x
+    return y
+
+
+@triton.jit
 def others(x, y, z, h, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     a = tl.load(x + i).to(tl.float32)
@@ -83,6 +90,8 @@ def others(x, y, z, h, n, BLOCK: tl.constexpr):
     pairs = tl.reshape(tl.permute(tl.join(left, right), (1, 0)), (BLOCK,))
     tl.store(z + i, pairs + tl.gather(a, b, 0) + tl.sort(a))
     tl.store(z + i, tl.erf(a) + tl.clamp(a, -1.0, 2.0) + tl.fma(a, a, a) + tl.umulhi(b, b) + tl.floor(a))
+    word = tl.inline_asm_elementwise("mov $0, 1; // x", "=r", [], tl.int32, False, 1)
+    tl.store(z + i, tl.map_elementwise(larger, a, a) + word)
     tl.store(z + i, tl.sqrt_rn(a) + tl.div_rn(a, a) + tl.abs(a) + tl.abs(b) + libdevice.tanh(a))
     tl.debug_barrier()
 

@@ -14,19 +14,19 @@ from kda.triton_cpu import codegen, lowering, runtime, ttir  # noqa: E402
 from kda.triton_cpu.lowering import amx  # noqa: E402
 
 GROUPS = (
-    "binary", "division_never_traps", "functions", "casts", "float8", "reductions", "shapes", "memory", "masks",
-    "control", "products", "diagnostics",
+    "binary", "division_never_traps functions diagnostics", "casts", "float8 shapes masks", "reductions",
+    "memory control", "products",
 )  # fmt: skip
 
 
 # All groups on the path that users get; on the others what is lowered differently there.
 PATHS = [isa for isa in runtime.ISAS if not runtime.missing(isa)]
-CASES = [(group, isa) for isa in PATHS for group in GROUPS if isa == PATHS[-1] or group in ("products", "casts", "memory")]
+CASES = [(groups, PATHS[-1]) for groups in GROUPS] + [("products casts memory", isa) for isa in PATHS[:-1]]
 
 
-@pytest.mark.parametrize("group,isa", CASES)
-def test_operations_equal_torch(session_programs, group, isa):
-    session_programs.run(f"import lowering_cases; lowering_cases.run({group!r})", KDA_CPU_ISA=isa)
+@pytest.mark.parametrize("groups,isa", CASES)
+def test_operations_equal_torch(session_programs, groups, isa):
+    session_programs.run(f"import lowering_cases; lowering_cases.run({groups!r})", KDA_CPU_ISA=isa)
 
 
 # c += a @ b for bf16 a [32, 64] and b [64, 32], from tiles whose elements lie side by side.
@@ -144,3 +144,8 @@ class TilesInMemory:
     def word(code, base, i, step, j):
         offset = code.ins(f"add i64 {code.ins(f'mul i64 {i}, {step}')}, {j}")
         return code.ins(f"getelementptr i32, ptr {base}, i64 {offset}")
+
+
+@pytest.mark.parametrize("isa", PATHS)
+def test_rows_done_in_one_loop_equal_torch(session_programs, isa):
+    session_programs.run("import row_cases; row_cases.run()", KDA_CPU_ISA=isa)

@@ -418,3 +418,32 @@ with on_cpu():
 print("fine")
 """
     assert "fine" in programs.run(program)
+
+
+def test_a_driver_in_the_making_does_not_take_a_launch_on_the_cpu(programs):
+    """Triton makes its GPU driver at the first use, in whichever thread that is, and then makes it the active one."""
+    program = ADD + """
+import threading
+import importlib
+module = importlib.import_module("triton.runtime.driver")
+from kda.triton_cpu.driver import on_cpu
+class Other:
+    def get_current_device(self): return 7
+making, go_on = threading.Event(), threading.Event()
+def create():
+    making.set(); go_on.wait(60)
+    return Other()
+module._create_driver = create
+config = module.driver
+config._default = config._active = None
+thread = threading.Thread(target=lambda: config.active.get_current_device())
+thread.start(); making.wait(60)
+with on_cpu():
+    run()
+    go_on.set(); thread.join()
+    assert config.active.get_current_device() == "cpu"
+    run(99)
+assert config.active.get_current_device() == 7
+print("fine")
+"""
+    assert "fine" in programs.run(program)

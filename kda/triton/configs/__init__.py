@@ -18,8 +18,11 @@ def next_power_of_2(n: int) -> int:
 
 
 def _recurrent(V: int, device: torch.device, **_) -> dict:
-    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight on a GPU.
-    return {"BV": min(next_power_of_2(V), 32 if device.type == "cpu" else 8), "num_warps": 1, "num_stages": 3}
+    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight on a GPU. On a CPU
+    # the state of a single token streams through the processor row by row.
+    on_cpu = device.type == "cpu"
+    BV = min(next_power_of_2(V), 128 if on_cpu else 8)
+    return {"BV": BV, "STREAM": on_cpu, "num_warps": 1, "num_stages": 3}
 
 
 @functools.cache
@@ -36,19 +39,24 @@ def fp32_products(device: torch.device) -> str:
 
 
 def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
-    BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
+    # Chunks of 16: on a GPU their [C, C] tiles fit one tensor core instruction, and a gate bounded by -5 needs no levels.
+    cfg = {"C": 16, "PRECISION": fp32_products(device)}  # plain TF32 would leave 1.2e-3 in the output
+    if dtype == torch.bfloat16 and 64 < K <= 128:
+        options = {"maxnreg": 128} if device.type == "cuda" and torch.version.hip is None else {}
+        return cfg | {
+            "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2,
+            "intra": {"num_warps": 2, "num_stages": 1} | options,
+            "walk": {"num_warps": 4, "num_stages": 3 if _large_shared_memory(device) else 2},
+        }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
+    BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
     while device.type != "cpu" and BV > 16 and N * HV * -(-V // BV) < 128:
         BV //= 2
-    return {
-        "C": 32,
-        "BV": BV,
-        "PRECISION": fp32_products(device),  # plain TF32 would leave 1.2e-3 in the output
-        "intra_warps": 4,
-        "intra_stages": 1,
-        "walk_warps": 4 if BV >= 32 else 2,
-        "walk_stages": (3 if _large_shared_memory(device) else 2) if K <= 128 and dtype == torch.bfloat16 else 1,
-    }
+    return cfg | {
+        "BV": BV, "PARTS": 2 if K > 128 else 1,
+        "intra": {"num_warps": 4, "num_stages": 1},
+        "walk": {"num_warps": 4 if BV >= 32 else 2, "num_stages": 1},
+    }  # fmt: skip
 
 
 def _conv_fwd(dim: int, **_) -> dict:

@@ -6,7 +6,7 @@
     elementwise.py  arith and math on scalars and vectors; casts.py, mathfn.py
     memory.py       loads, stores, atomics, loop nests, tiles in the arena
     control.py      functions, blocks, loops, branches
-    reduce.py       reductions, scans, histogram, gather
+    reduce.py       reductions, scans, histogram, gather; rows.py: several in one loop over rows
     dot.py          matrix products; amx.py
     emit.py         text of LLVM IR; types.py how types look there
 
@@ -30,6 +30,7 @@ from kda.triton_cpu.lowering.emit import Code, Module
 from kda.triton_cpu.lowering.lanes import Buffer, Lanes
 from kda.triton_cpu.lowering.memory import Arena, Memory
 from kda.triton_cpu.lowering.reduce import Reduce
+from kda.triton_cpu.lowering.rows import Rows
 from kda.triton_cpu.lowering.types import I1, Unsupported, ir
 from kda.triton_cpu.ttir import Pointer, Scalar, Value
 
@@ -41,14 +42,15 @@ def lower(module: ttir.Module, *, features, options=None) -> str:
     return Lowering(module, features, options).run()
 
 
-class Lowering(Lanes, Memory, Control, Reduce, Dot):
+class Lowering(Lanes, Memory, Control, Reduce, Rows, Dot):
     """One module being lowered."""
 
     HANDLERS = {
         "tt.get_program_id": Control.emit_program_id, "tt.get_num_programs": Control.emit_num_programs,
         "tt.store": Memory.store_op, "tt.atomic_rmw": Memory.atomic, "tt.atomic_cas": Memory.atomic,
+        "tt.atomic_load": Memory.atomic, "tt.atomic_store": Memory.atomic,
         "tt.reduce": Reduce.emit_reduce, "tt.scan": Reduce.emit_scan, "tt.gather": Reduce.emit_gather,
-        "tt.cat": Reduce.emit_cat, "tt.histogram": Reduce.emit_histogram, "tt.dot": Dot.emit_dot,
+        "tt.map_elementwise": Reduce.emit_map, "tt.cat": Reduce.emit_cat, "tt.histogram": Reduce.emit_histogram, "tt.dot": Dot.emit_dot,
         "scf.for": Control.emit_for, "scf.if": Control.emit_if, "scf.while": Control.emit_while,
         "tt.call": Control.emit_call, "tt.assert": Control.emit_assert, "tt.print": Control.emit_print,
     }  # fmt: skip

@@ -15,14 +15,15 @@ from kda.triton_cpu.ttir import Block, Function, Op, Pointer, Scalar, Tensor, Va
 VIEWS = {"tt.splat", "tt.unsplat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.join", "tt.split"}
 _LAZY_TT = VIEWS | {
     "tt.make_range", "tt.addptr", "tt.bitcast", "tt.fp_to_fp", "tt.clampf", "tt.mulhiui", "tt.precise_sqrt",
-    "tt.precise_divf", "tt.int_to_ptr", "tt.ptr_to_int", "tt.load",
+    "tt.precise_divf", "tt.approx_divf", "tt.int_to_ptr", "tt.ptr_to_int", "tt.load",
     "tt.extern_elementwise",
 }  # fmt: skip
 _COSTLY = {"tt.extern_elementwise": 30, "arith.divf": 5, "arith.remf": 30, "math.sqrt": 5, "math.rsqrt": 6,
-           "tt.precise_divf": 5, "tt.precise_sqrt": 5,
+           "tt.precise_divf": 5, "tt.approx_divf": 5, "tt.precise_sqrt": 5,
            "arith.truncf": 2, "arith.divsi": 4, "arith.divui": 4, "arith.remsi": 4, "arith.remui": 4}  # fmt: skip
 _CHEAP_MATH = {"math.absf", "math.fma", "math.floor", "math.ceil", "math.absi"}
-_WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.call", "tt.debug_barrier", "ttg.barrier", "gpu.barrier"}
+_WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_store", "tt.call", "tt.debug_barrier", "ttg.barrier",
+           "gpu.barrier"}  # fmt: skip
 ENOUGH = 4.0  # recomputing is cheaper than a buffer up to this cost, in vector additions
 
 
@@ -197,10 +198,11 @@ class Plan:
     def _stays_lazy(self, op: Op, value: Value, costs: dict[Value, float]) -> bool:
         if op.name == "arith.constant":
             return not isinstance(op.attrs["value"], (list, bytes, tuple))
-        if op.name in VIEWS:  # what lies behind them is kept, if anything
+        known = self.ranges.get(value)
+        if op.name in VIEWS or known and known[0] == known[1]:  # what lies behind is kept, if anything, or not needed
             return True
         users = self.consumers[value]
-        if op.name == "tt.load" and not self._movable(op, value):
+        if op.name == "tt.load" and (op.attrs.get("isVolatile") or not self._movable(op, value)):
             return False
         times, cost = sum(users.values()), costs[value]
         if len(users) > 1 and cost > 1 and any(user.name == "tt.dot" for user in users):
@@ -426,6 +428,11 @@ def find_strides(op: Op, ranges: dict[Value, tuple[int, int]], strides: dict[Val
         none = (None,) * len(value.type.shape)
         known = [strides.get(operand) for operand in op.operands]
         strides[value] = _strides(op, value, known, ranges) or none
+    if op.name == "scf.for":
+        for i in find_shifts(op):  # a uniform amount an iteration leaves them alone
+            start = strides.get(op.operands[3 + i])
+            if start is not None:
+                strides[op.regions[0].entry.args[1 + i]] = strides[op.results[i]] = start
 
 
 def _strides(op: Op, value: Value, known: list, ranges: dict) -> tuple[int | None, ...] | None:

@@ -15,7 +15,15 @@ from kda.triton_cpu.lowering.lanes import ZERO, Address, Buffer, Lane, Shifted, 
 from kda.triton_cpu.lowering.types import F64, I1, I64, element, ir, literal, shape, size_of, unsupported
 from kda.triton_cpu.ttir import Block, Function, Op, Pointer, Region, Tensor, Value
 
-_NOTHING = {"ttg.barrier", "gpu.barrier", "tt.debug_barrier", "llvm.intr.assume", "scf.condition", "scf.yield"}
+_RETURNS = {"tt.return", "tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return"}
+_WHY_NOT = {
+    "tt.atomic_poll": "it waits for another program, and programs run one after another here",
+    "tt.elementwise_inline_asm": "inline assembly is that of a GPU",
+}
+# Launches are synchronous: a grid has nothing to wait for in the one before.
+_NOTHING = {"ttg.barrier", "gpu.barrier", "tt.debug_barrier", "llvm.intr.assume", "scf.condition", "scf.yield",
+            "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents",
+            "ttng.grid_dependency_wait", "ttng.grid_dependency_launch_dependents"}  # fmt: skip
 
 
 class Control:
@@ -39,7 +47,7 @@ class Control:
                 self.env[arg] = carrier if isinstance(carrier, Buffer) else self.code.get(ir(arg.type), carrier)
             self.emit_ops(block, block.ops[:-1])
             last = block.terminator
-            if last.name == "tt.return":
+            if last.name in _RETURNS:
                 on_return(last)
             elif last.name in ("cf.br", "cf.cond_br"):
                 self._leave(last, labels, slots)
@@ -97,6 +105,23 @@ class Control:
         for buffer in temporary:
             self.free_buffer(buffer)
 
+    def call_region(self, region: Region, args: list[Lane]) -> list[Lane]:
+        """The function of scalars that a reduction, a scan or `map_elementwise` holds, with any control flow."""
+        for arg, lane in zip(region.entry.args, args):
+            self.env[arg] = lane.ssa
+        values = next(block.terminator.operands for block in region.blocks if block.terminator.name in _RETURNS)
+        results = [self._carrier(value) for value in values]
+        end = self.code.fresh("returned")
+
+        def leave(last: Op) -> None:
+            self.assign(last.operands, results)
+            self.code.jump(end)
+
+        with self.fresh_memo():
+            self.emit_body(region, leave)
+        self.code.start(end)
+        return [Lane("u", self.code.get(ir(value.type), slot)) for value, slot in zip(values, results)]
+
     def plan_of(self, function: Function) -> Plan:
         if function.name not in self.plans:
             self.plans[function.name] = Plan(function)
@@ -105,9 +130,15 @@ class Control:
     # ---- operations -------------------------------------------------------------------------------------------------
 
     def emit_ops(self, block: Block, ops: list[Op]) -> None:
-        for op in ops:
-            self.emit_op(op)
-            self.free_dead(op)
+        while ops:
+            run, count = self.row_run(ops)
+            if run:
+                self.emit_rows(run)
+            else:
+                self.emit_op(ops[0])
+            for op in ops[:count]:
+                self.free_dead(op)
+            ops = ops[count:]
 
     def free_dead(self, op: Op) -> None:
         for value in self.plan.dying.get(op, ()):
@@ -127,7 +158,7 @@ class Control:
             for value in op.results:
                 self._emit_value(op, value)
         else:
-            raise unsupported(op, "this operation is not supported on a CPU")
+            raise unsupported(op, _WHY_NOT.get(op.name, "this operation is not supported on a CPU"))
 
     def _emit_value(self, op: Op, value: Value) -> None:
         if isinstance(value.type, Tensor):
@@ -135,8 +166,8 @@ class Control:
                 if op.name == "arith.constant":
                     self.env[value] = self._constant(op, value)
                     return
-                buffer = self.new_buffer(value.type.shape, element(value.type))
                 self.plan.lazy.add(value)  # computed this once like a lazy value
+                buffer = self.new_buffer(value.type.shape, element(value.type), self.best_axis(value))
                 self.materialise(value, buffer)
                 self.plan.lazy.discard(value)
                 self.bind_buffer(value, buffer)
@@ -253,7 +284,8 @@ class Control:
         if not isinstance(buffer, Buffer) or buffer.offset < 0 or self.owner.get(buffer.offset) is not value:
             return None
         home = value.op.parent if value.op else value.block
-        return buffer if home is op.parent and self.plan.last_use(value, op) else None
+        fits = buffer.steps == row_major(buffer.shape)
+        return buffer if fits and home is op.parent and self.plan.last_use(value, op) else None
 
     # ---- loops and branches -----------------------------------------------------------------------------------------
 
@@ -309,6 +341,13 @@ class Control:
                 self.env[result] = Shifted(inits[i], self.code.get(ir(self._shift_kind(result)), carrier))
             else:
                 self._bind([result], [carrier])
+                if self._lent(inits[i], carrier):
+                    self.owner[carrier.offset] = inits[i]
+
+    def _lent(self, init: Value, carrier: Buffer | str) -> bool:
+        """Whether a loop took over the tile of a loop around it, which still needs it for its next iteration."""
+        bound = self.env.get(init)
+        return init.op is None and isinstance(carrier, Buffer) and isinstance(bound, Buffer) and bound.ptr == carrier.ptr
 
     def emit_if(self, op: Op) -> None:
         condition = self.scalar(op.operands[0])
@@ -348,8 +387,10 @@ class Control:
             self.assign(after.terminator.operands, carriers)
         self.code.jump(head)
         self.code.start(exit)
-        for carrier in carriers:
-            if isinstance(carrier, Buffer):
+        for init, carrier in zip(op.operands, carriers):
+            if self._lent(init, carrier):
+                self.owner[carrier.offset] = init
+            elif isinstance(carrier, Buffer):
                 self.owner.pop(carrier.offset, None)
                 self.free_buffer(carrier)
         for result, value, tile in zip(op.results, passed, tiles):
@@ -428,6 +469,7 @@ class Control:
             return "%p", f"ptr {self.pointer(lane)}"
         if kind.is_float:
             return "%f", f"double {convert(self.code, op, lane.ssa, kind, F64, 1)}"
-        extend = "sext" if signed and kind != I1 else "zext"
+        extend = "sext" if signed and kind != I1 and not hexadecimal else "zext"
         wide = lane.ssa if kind.bits == 64 else self.code.ins(f"{extend} {ir(kind)} {lane.ssa} to i64")
-        return ("0x%llx" if hexadecimal else "%lld" if signed else "%llu"), f"i64 {wide}"
+        form = f"0x%0{max(kind.bits // 4, 1)}llx" if hexadecimal else "%lld" if signed else "%llu"
+        return form, f"i64 {wide}"

@@ -210,6 +210,18 @@ class Dot:
         self._keep(op, key, tile, freed)
         return tile
 
+    def can_turn(self, buffer: Buffer) -> bool:
+        return (
+            len(buffer.shape) == 2 and buffer.steps == row_major(buffer.shape) and min(buffer.shape) >= 4
+            and size_of(buffer.kind) == 4
+        )  # fmt: skip
+
+    def turn(self, source: Buffer, target: Buffer) -> None:
+        """Copies a tile that is contiguous along its first dim to a row-major one, or the other way round."""
+        rows, columns = target.shape if target.steps[-1] == 1 else target.shape[::-1]
+        helper = self._transpose_helper(columns, rows, rows, min(self.lanes, rows, columns))
+        self.code.do(f"call void {helper}(ptr {source.ptr}, ptr {target.ptr})")
+
     def _over_batches(self, batch: tuple[int, ...], tiles: list[Buffer], helper: str) -> None:
         def body(point: tuple[Lane, ...]) -> None:
             args = []

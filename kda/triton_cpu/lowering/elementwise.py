@@ -19,8 +19,8 @@ _FLOAT = {"addf": "fadd contract", "subf": "fsub contract", "mulf": "fmul contra
 _FLOAT_MINMAX = {"maxnumf": "maxnum", "minnumf": "minnum", "maximumf": "maximum", "minimumf": "minimum"}
 _CASTS = {"extsi", "extui", "trunci", "extf", "truncf", "sitofp", "uitofp", "fptosi", "fptoui", "bitcast", "index_cast",
           "index_castui", "fp_to_fp"}  # fmt: skip
-_TT = {"tt.precise_divf": "divf", "tt.precise_sqrt": "sqrt", "tt.bitcast": "bitcast", "tt.fp_to_fp": "fp_to_fp",
-       "tt.mulhiui": "mulhiui"}  # fmt: skip
+_TT = {"tt.precise_divf": "divf", "tt.approx_divf": "divf", "tt.precise_sqrt": "sqrt", "tt.bitcast": "bitcast",
+       "tt.fp_to_fp": "fp_to_fp", "tt.mulhiui": "mulhiui"}  # fmt: skip
 
 
 def emit(code: Code, op: Op, args: list[str], width: int, ranges: list[tuple[int, int] | None]) -> list[str]:

@@ -360,8 +360,12 @@ class Lanes:
         if [n for n in source if n > 1] == [n for n in target if n > 1]:  # only dims of size 1 come or go
             lanes = iter(lane for lane, n in zip(point, target) if n > 1)
             return self.at(op.operands[0], tuple(next(lanes) if n > 1 else ZERO for n in source))
-        linear = self.linear(point, row_major(target))
         bound = self.env.get(op.operands[0])
+        same = next((i for i, (a, b) in enumerate(zip(source, target)) if a != b), 0)
+        if same and not (isinstance(bound, Buffer) and bound.steps == row_major(source)):  # leading dims stay
+            rest = self.linear(point[same:], row_major(target[same:]))
+            return self.at(op.operands[0], point[:same] + self.unlinear(rest, source[same:]))
+        linear = self.linear(point, row_major(target))
         if isinstance(bound, Buffer) and bound.steps == row_major(source):
             flat = Buffer(bound.ptr, (math.prod(source),), (1,), bound.kind, bound.offset)
             return self.read(flat, (linear,))

@@ -5,9 +5,11 @@ The memory of a masked-off lane is never touched.
 """
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from kda.triton_cpu.lowering.analysis import VIEWS
 from kda.triton_cpu.lowering.casts import from_f32, suffix, to_f32
 from kda.triton_cpu.lowering.emit import Code, Module, splat
 from kda.triton_cpu.lowering.lanes import ZERO, Address, Buffer, Lane, row_major
@@ -58,9 +60,12 @@ class Memory:
 
     # ---- tiles ------------------------------------------------------------------------------------------------------
 
-    def new_buffer(self, extents: tuple[int, ...], kind: Scalar | Pointer) -> Buffer:
+    def new_buffer(self, extents: tuple[int, ...], kind: Scalar | Pointer, axis: int | None = None) -> Buffer:
+        """A row-major tile, or one of two dims that is contiguous along `axis`."""
         steps = row_major(extents)
         count = extents[0] * steps[0] if extents else 1
+        if axis == 0 and len(extents) == 2:
+            steps = (1, extents[0])
         offset = self.arena.take(count * size_of(kind))
         pointer = self.code.at_entry(f"getelementptr i8, ptr %arena, i64 {offset}")
         return Buffer(pointer, extents, steps, kind, offset)
@@ -84,7 +89,14 @@ class Memory:
         bound = self.env.get(value)
         if isinstance(bound, Buffer) and bound.ptr == buffer.ptr:
             return
-        self.nest(buffer.shape, lambda point: self.write(buffer, point, self.at(value, point)), self.best_axis(value))
+        axis = self.best_axis(value)
+        if axis == 0 and self.can_turn(buffer):  # contiguous where it is read, then turned round in registers
+            turned = self.new_buffer(buffer.shape, buffer.kind, 0)
+            self.materialise(value, turned)
+            self.turn(turned, buffer)
+            self.free_buffer(turned)
+        else:
+            self.nest(buffer.shape, lambda point: self.write(buffer, point, self.at(value, point)), axis)
 
     def best_axis(self, value: Value) -> int | None:
         """The dim along which most loads below `value` are contiguous; None: the last."""
@@ -94,6 +106,9 @@ class Memory:
         while stack:
             value = stack.pop()
             if value in seen or value not in self.plan.lazy:
+                bound = self.env.get(value)
+                if isinstance(bound, Buffer) and bound.steps == (1, *bound.shape[:1]) and rank == 2:
+                    votes[0] = votes.get(0, 0) + 1
                 continue
             seen.add(value)
             if value.op.name == "tt.load":
@@ -154,6 +169,8 @@ class Memory:
         other = self.at(op.operands[2], point) if len(op.operands) > 2 else None
         kind = element(op.results[0].type)
         self.check_bounds(op, address, mask, kind, op.operands[0])
+        if op.attrs.get("isVolatile"):  # another program may write there: nothing read before is reused
+            self.code.do('fence syncscope("singlethread") seq_cst')
         if isinstance(other, Address):
             other = self.address_lanes(other)
         if kind == I1 and other is not None:
@@ -268,29 +285,68 @@ class Memory:
     # ---- stores -----------------------------------------------------------------------------------------------------
 
     def store_op(self, op: Op) -> None:
-        pointer, value, *rest = op.operands
-        kind = element(value.type)
+        pointer, value = op.operands[:2]
 
         def body(point: tuple[Lane, ...]) -> None:
-            mask = self.at(rest[0], point) if rest else None
-            address = self.at(pointer, point)
-            self.check_bounds(op, address, mask, kind, pointer)
-            lane = self.at(value, point)
-            if isinstance(lane, Address):
-                lane = self.address_lanes(lane)
-            self.store_address(address, lane, kind, mask)
+            self.store_lanes(op, point)
 
-        if isinstance(pointer.type, Tensor) and op in self.plan.staged and math.prod(shape(pointer.type)) > self.lanes:
-            tile = self.new_buffer(shape(pointer.type), kind)
-            self.materialise(value, tile)
+        extents = shape(pointer.type)
+        at_once = math.prod(extents) == max(extents, default=1) <= self.lanes  # one vector: all loads come first
+        axis = self.plan.axis(pointer)
+        if op in self.plan.staged and not at_once:
+            tile = self.new_buffer(extents, element(value.type), axis)
+            with self.turned(value, axis):
+                self.nest(extents, lambda point: self.write(tile, point, self.at(value, point)), axis)
             bound, self.env[value] = self.env.get(value), tile
-            self.nest(shape(pointer.type), body, self.plan.axis(pointer))
+            self.nest(extents, body, axis)
             self.env[value] = bound
             self.free_buffer(tile)
-        elif isinstance(pointer.type, Tensor):
-            self.nest(shape(pointer.type), body, self.plan.axis(pointer))
         else:
-            self.nest((), body)
+            with self.turned(value, axis):
+                self.nest(extents, body, axis)
+
+    @contextlib.contextmanager
+    def turned(self, value: Value, axis: int | None) -> Iterator[None]:
+        """Within, row-major tiles that `value` reads along their first dim are contiguous there: turned in registers."""
+        found: dict[Value, Buffer] = {}
+        stack, seen = [value] if axis == 0 and len(shape(value.type)) == 2 else [], set()
+        while stack:
+            value = stack.pop()
+            bound = self.env.get(value)
+            if value in seen:
+                continue
+            seen.add(value)
+            if isinstance(bound, Buffer):
+                if self.can_turn(bound) and bound.shape[0] >= self.lanes:
+                    found[value] = bound
+            elif value in self.plan.lazy:
+                op = value.op
+                first_stays = op.name not in VIEWS or op.name == "tt.split" or op.name in ("tt.reshape", "tt.broadcast") \
+                    and shape(op.operands[0].type)[:1] == shape(value.type)[:1]  # fmt: skip
+                if op.name == "tt.trans" and op.attrs["order"][0] == 0:
+                    first_stays = True
+                if first_stays:
+                    stack += [operand for operand in op.operands if isinstance(operand.type, Tensor)]
+        tiles = {}
+        for value, bound in found.items():
+            tiles[value] = self.new_buffer(bound.shape, bound.kind, 0)
+            self.turn(bound, tiles[value])
+        self.env.update(tiles)
+        yield
+        self.env.update(found)
+        for tile in tiles.values():
+            self.free_buffer(tile)
+
+    def store_lanes(self, op: Op, point: tuple[Lane, ...]) -> None:
+        pointer, value, *rest = op.operands
+        kind = element(value.type)
+        mask = self.at(rest[0], point) if rest else None
+        address = self.at(pointer, point)
+        self.check_bounds(op, address, mask, kind, pointer)
+        lane = self.at(value, point)
+        if isinstance(lane, Address):
+            lane = self.address_lanes(lane)
+        self.store_address(address, lane, kind, mask)
 
     def store_address(self, address: Address, lane: Lane, kind: Scalar | Pointer, mask: Lane | None) -> None:
         width, size, held = self.width, size_of(kind), stored(kind)
@@ -355,26 +411,27 @@ class Memory:
 
     def atomic(self, op: Op) -> None:
         """Element by element; where masked off, the result is zero."""
-        result = op.results[0]
-        tensor = isinstance(result.type, Tensor)
-        kind = element(op.operands[1].type)
+        result = op.results[0] if op.results else None
+        tensor = result is not None and isinstance(result.type, Tensor)
+        kind = element(op.operands[0].type).element
         buffer = self.buffer_for(result) if tensor else None
-        cas = op.name == "tt.atomic_cas"
-        masks = [] if cas else op.operands[2:]
+        write, count = {
+            "tt.atomic_rmw": (self._read_modify_write, 1), "tt.atomic_cas": (self._compare_exchange, 2),
+            "tt.atomic_load": (self._atomic_load, 0), "tt.atomic_store": (self._atomic_store, 1),
+        }[op.name]  # fmt: skip
+        masks = op.operands[1 + count :]
         out: list[str] = []
 
         def body(point: tuple[Lane, ...]) -> None:
             mask = self.at(masks[0], point) if masks else None
             address = self.at(op.operands[0], point)
             self.check_bounds(op, address, mask, kind, op.operands[0])
-            lanes = [self.at(value, point) for value in op.operands[1 : 3 if cas else 2]]
+            lanes = [self.at(value, point) for value in op.operands[1 : 1 + count]]
             texts = [(self.address_lanes(lane) if isinstance(lane, Address) else lane).ssa for lane in lanes]
             held = stored(kind)
             slot = self.code.slot(ir(held), literal(0, held))
             pointer = self.pointer(address)
-            context = self.code.when(mask.ssa if mask else "true")
-            with context:
-                write = self._compare_exchange if cas else self._read_modify_write
+            with self.code.when(mask.ssa if mask else "true"):
                 self.code.set(ir(held), slot, write(op, pointer, texts, held))
             value = self.code.get(ir(held), slot)
             if buffer is not None:
@@ -382,9 +439,16 @@ class Memory:
             else:
                 out.append(value)
 
-        self.nest(shape(result.type), body, scalar=True)
-        if not tensor:
+        self.nest(shape(op.operands[0].type), body, scalar=True)
+        if result is not None and not tensor:
             self.env[result] = out[0]
+
+    def _atomic_load(self, op: Op, pointer: str, texts: list[str], kind: Scalar) -> str:
+        return self.code.ins(f"load atomic {ir(kind)}, ptr {pointer} seq_cst, align {size_of(kind)}")
+
+    def _atomic_store(self, op: Op, pointer: str, texts: list[str], kind: Scalar) -> str:
+        self.code.do(f"store atomic {ir(kind)} {texts[0]}, ptr {pointer} seq_cst, align {size_of(kind)}")
+        return texts[0]
 
     def _read_modify_write(self, op: Op, pointer: str, texts: list[str], kind: Scalar) -> str:
         what = op.attrs["atomic_rmw_op"]

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions and scans with any combine region and several operands; histogram and gather."""
+"""Reductions and scans with any combine region and several operands; map_elementwise, histogram, gather and cat.
+
+A region without control flow runs on vectors, one with branches, loops or calls element by element.
+"""
 from __future__ import annotations
 
-from kda.triton_cpu.lowering.analysis import VIEWS
+import math
+
+from kda.triton_cpu.lowering.analysis import VIEWS, lazy_kind
 from kda.triton_cpu.lowering.emit import Code, shuffle
 from kda.triton_cpu.lowering.lanes import ZERO, Address, Buffer, Lane
 from kda.triton_cpu.lowering.memory import MOST_UNROLLED, UNROLLED_LINES
 from kda.triton_cpu.lowering.types import element, ir, shape, unsupported
-from kda.triton_cpu.ttir import Block, Op, Pointer, Tensor, Value
+from kda.triton_cpu.ttir import Op, Pointer, Region, Tensor, Value
+
+
+def straight(region: Region) -> bool:
+    """Whether a region is elementwise operations one after another."""
+    return len(region.blocks) == 1 and all(lazy_kind(op) for op in region.entry.ops[:-1])
 
 
 class Reduce:
@@ -15,14 +25,15 @@ class Reduce:
 
     code: Code
 
-    def combine(self, block: Block, left: list[Lane], right: list[Lane]) -> list[Lane]:
-        """The combine region on lanes."""
-        for arg, lane in zip(block.args, [*left, *right]):
+    def apply_region(self, region: Region, lanes: list[Lane]) -> list[Lane]:
+        """The function that a region holds, on lanes."""
+        if not straight(region):
+            return self.call_region(region, lanes)
+        block = region.entry
+        for arg, lane in zip(block.args, lanes):
             self.env[arg] = lane
         with self.fresh_memo():
             for op in block.ops[:-1]:
-                if op.regions:
-                    raise unsupported(op, "a region inside a combine function")
                 args = [self.at(operand, ()) for operand in op.operands]
                 for result in op.results:
                     self.env[result] = self.apply(op, args, result.index)
@@ -34,7 +45,7 @@ class Reduce:
     # ---- reductions -------------------------------------------------------------------------------------------------
 
     def emit_reduce(self, op: Op) -> None:
-        axis, inputs, block = op.attrs["axis"], op.operands, op.regions[0].entry
+        axis, inputs, region = op.attrs["axis"], op.operands, op.regions[0]
         extents = shape(inputs[0].type)
         outer = extents[:axis] + extents[axis + 1 :]
         kinds = [element(value.type) for value in inputs]
@@ -57,16 +68,18 @@ class Reduce:
             slots = self._start(kinds, inputs, full(point, ZERO), updates)
             if extents[axis] > 1:
                 with self.code.loop("1", str(extents[axis]), compare="ult") as i, self.fresh_memo():
-                    self._accumulate(block, kinds, inputs, full(point, Lane("u", i)), slots, updates)
+                    self._accumulate(region, kinds, inputs, full(point, Lane("u", i)), slots, updates)
             put(point, self._get(kinds, slots))
 
         def along(point: tuple[Lane, ...]) -> None:
             with self.lanes_of(min(self.lanes, extents[axis])):
-                lanes = self._along(block, kinds, inputs, extents[axis], lambda at: full(point, at), updates)
+                lanes = self._along(region, kinds, inputs, extents[axis], lambda at: full(point, at), updates)
                 width = self.width
-            put(point, self._fold(block, kinds, lanes, width))
+            put(point, self._fold(region, kinds, lanes, width))
 
-        if self._lanes_along(inputs, extents, axis):
+        if not straight(region):
+            self.nest(outer, across, scalar=True)
+        elif self._lanes_along(inputs, extents, axis):
             self.nest(outer, along, scalar=True)
         else:
             self.nest(outer, across, self._outer_axis(inputs, extents, axis))
@@ -140,14 +153,14 @@ class Reduce:
         lane = "u" if self.width == 1 else "v"
         return [Lane(lane, self.code.get(ir(kind, self.width), slot)) for kind, slot in zip(kinds, slots)]
 
-    def _accumulate(self, block: Block, kinds: list, inputs: list[Value], point, slots: list[str],
+    def _accumulate(self, region: Region, kinds: list, inputs: list[Value], point, slots: list[str],
                     updates: dict) -> None:  # fmt: skip
         right = self._vectors(kinds, [self._lane(self.at(value, point)) for value in inputs])
         self._update(updates, point)
-        for kind, slot, lane in zip(kinds, slots, self.combine(block, self._get(kinds, slots), right)):
+        for kind, slot, lane in zip(kinds, slots, self.apply_region(region, self._get(kinds, slots) + right)):
             self.code.set(ir(kind, self.width), slot, self.vector(lane, kind))
 
-    def _along(self, block: Block, kinds: list, inputs: list[Value], extent: int, full,
+    def _along(self, region: Region, kinds: list, inputs: list[Value], extent: int, full,
                updates: dict) -> list[Lane]:  # fmt: skip
         """One vector that holds partial results of all chunks of the axis; several in flight where it is long."""
         width = self.width
@@ -162,23 +175,23 @@ class Reduce:
         if chunks <= MOST_UNROLLED and (len(self.code.lines) - mark) * chunks <= UNROLLED_LINES * flight:
             for j in range(flight, chunks):
                 with self.fresh_memo():
-                    self._accumulate(block, kinds, inputs, chunk(str(j * width), width), slots[j % flight], updates)
+                    self._accumulate(region, kinds, inputs, chunk(str(j * width), width), slots[j % flight], updates)
         elif chunks > flight:
             with self.code.loop(str(flight * width), str(extent), str(flight * width), compare="ult") as i:
                 for j in range(flight):
                     with self.fresh_memo():
                         start = i if j == 0 else self.code.ins(f"add i64 {i}, {j * width}")
-                        self._accumulate(block, kinds, inputs, chunk(start, width), slots[j], updates)
+                        self._accumulate(region, kinds, inputs, chunk(start, width), slots[j], updates)
         parts = [self._get(kinds, each) for each in slots]
         while len(parts) > 1:
             half = len(parts) // 2
-            parts = [self._vectors(kinds, self.combine(block, parts[j], parts[j + half])) for j in range(half)]
+            parts = [self._vectors(kinds, self.apply_region(region, parts[j] + parts[j + half])) for j in range(half)]
         return parts[0]
 
     def _vectors(self, kinds: list, lanes: list[Lane]) -> list[Lane]:
         return [Lane("u" if self.width == 1 else "v", self.vector(lane, kind)) for lane, kind in zip(lanes, kinds)]
 
-    def _fold(self, block: Block, kinds: list, lanes: list[Lane], width: int) -> list[Lane]:
+    def _fold(self, region: Region, kinds: list, lanes: list[Lane], width: int) -> list[Lane]:
         """All lanes into one, the low half with the high half."""
         while width > 1:
             half = width // 2
@@ -194,54 +207,128 @@ class Reduce:
                         side.append(Lane("v", shuffle(self.code, ir(kind, width), lane.ssa, "poison", index)))
                 sides.append(side)
             with self.lanes_of(half):
-                lanes = self._vectors(kinds, self.combine(block, sides[0], sides[1]))
+                lanes = self._vectors(kinds, self.apply_region(region, sides[0] + sides[1]))
             width = half
         return lanes
 
     # ---- scans ------------------------------------------------------------------------------------------------------
 
     def emit_scan(self, op: Op) -> None:
-        """Step by step along the axis, lanes along another dim where there is one."""
-        axis, block, back = op.attrs["axis"], op.regions[0].entry, bool(op.attrs.get("reverse"))
-        extents = shape(op.operands[0].type)
-        kinds = [element(value.type) for value in op.operands]
-        tiles, temporary = [], []
-        for value in op.operands:
-            tile = self.env.get(value)
-            if not isinstance(tile, Buffer):
-                tile = self.new_buffer(extents, element(value.type))
-                self.materialise(value, tile)
-                temporary.append(tile)
-            tiles.append(tile)
+        axis, inputs, region, back = op.attrs["axis"], op.operands, op.regions[0], bool(op.attrs.get("reverse"))
+        extents = shape(inputs[0].type)
+        kinds = [element(value.type) for value in inputs]
         outputs = [self.buffer_for(result) for result in op.results]
         others = [d for d, n in enumerate(extents) if n > 1 and d != axis]
         outer = extents[:axis] + extents[axis + 1 :]
-        lane_axis = others[-1] - (others[-1] > axis) if others else None
+        in_rows = straight(region) and extents[axis] > 1 and all(d < axis for d in others)
 
-        def body(point: tuple[Lane, ...]) -> None:
-            def full(at: Lane) -> tuple[Lane, ...]:
-                return point[:axis] + (at,) + point[axis:]
+        def full(point: tuple[Lane, ...], at: Lane) -> tuple[Lane, ...]:
+            return point[:axis] + (at,) + point[axis:]
 
+        def along(point: tuple[Lane, ...]) -> None:
+            with self.lanes_of(min(self.lanes, extents[axis])):
+                self._scan_row(region, kinds, inputs, outputs, extents[axis], lambda at: full(point, at), back)
+
+        def across(point: tuple[Lane, ...]) -> None:  # step by step
             first = Lane("u", str(extents[axis] - 1)) if back else ZERO
-            values = self._vectors(kinds, [self._lane(self.read(tile, full(first))) for tile in tiles])
+            values = self._vectors(kinds, [self._lane(self.read(tile, full(point, first))) for tile in tiles])
             slots = [self.code.slot(ir(kind, self.width), lane.ssa) for kind, lane in zip(kinds, values)]
             for output, lane in zip(outputs, values):
-                self.write(output, full(first), lane)
+                self.write(output, full(point, first), lane)
             if extents[axis] == 1:
                 return
             with self.code.loop("1", str(extents[axis]), compare="ult") as i, self.fresh_memo():
-                at = Lane("u", self.code.ins(f"sub i64 {extents[axis] - 1}, {i}") if back else i)
-                right = self._vectors(kinds, [self._lane(self.read(tile, full(at))) for tile in tiles])
-                lanes = self._vectors(kinds, self.combine(block, self._get(kinds, slots), right))
+                at = full(point, Lane("u", self.code.ins(f"sub i64 {extents[axis] - 1}, {i}") if back else i))
+                right = self._vectors(kinds, [self._lane(self.read(tile, at)) for tile in tiles])
+                lanes = self._vectors(kinds, self.apply_region(region, self._get(kinds, slots) + right))
                 for kind, slot, lane, output in zip(kinds, slots, lanes, outputs):
                     self.code.set(ir(kind, self.width), slot, lane.ssa)
-                    self.write(output, full(at), lane)
+                    self.write(output, at, lane)
 
-        self.nest(outer, body, lane_axis)
-        for tile in temporary:
-            self.free_buffer(tile)
+        if in_rows:
+            self.nest(outer, along, scalar=True)
+            return
+        held = [self.tile_of(value) for value in inputs]
+        tiles = [tile for tile, _ in held]
+        lane_axis = others[-1] - (others[-1] > axis) if others else None
+        self.nest(outer, across, lane_axis, scalar=not straight(region))
+        for tile, fresh in held:
+            if fresh:
+                self.free_buffer(tile)
+
+    def _scan_row(self, region: Region, kinds: list, inputs: list[Value], outputs: list[Buffer], extent: int, full,
+                  back: bool) -> None:  # fmt: skip
+        """A vector at a time: its own prefixes, then what came before it combined with each."""
+        width = self.width
+        last = 0 if back else width - 1
+
+        def prefixes(start: str) -> tuple[tuple[Lane, ...], list[Lane]]:
+            point = full(Lane("a", start, 1, width))
+            return point, self._prefixes(region, kinds, [self._lane(self.at(value, point)) for value in inputs], back)
+
+        def put(point: tuple[Lane, ...], lanes: list[Lane], slots: list[str]) -> None:
+            for kind, lane, output, slot in zip(kinds, lanes, outputs, slots):
+                self.write(output, point, lane)
+                total = self.code.ins(f"extractelement {ir(kind, width)} {lane.ssa}, i64 {last}")
+                self.code.set(ir(kind), slot, total)
+
+        slots = [self.code.slot(ir(kind)) for kind in kinds]
+        with self.fresh_memo():
+            point, lanes = prefixes(str(extent - width) if back else "0")
+            put(point, lanes, slots)
+        if extent == width:
+            return
+        with self.code.loop(str(width), str(extent), str(width), compare="ult") as i, self.fresh_memo():
+            point, lanes = prefixes(self.code.ins(f"sub i64 {extent - width}, {i}") if back else i)
+            before = self._vectors(kinds, [Lane("u", self.code.get(ir(kind), slot)) for kind, slot in zip(kinds, slots)])
+            put(point, self._vectors(kinds, self.apply_region(region, before + lanes)), slots)
+
+    def _prefixes(self, region: Region, kinds: list, lanes: list[Lane], back: bool) -> list[Lane]:
+        """Lane i combined with all before it, in log2(width) steps: each doubles how many a lane holds."""
+        width, lanes, reach = self.width, self._vectors(kinds, lanes), 1
+        while reach < width:
+            source = [i + reach if back else i - reach for i in range(width)]
+            inside = [0 <= i < width for i in source]
+            order = [i if good else 0 for i, good in zip(source, inside)]
+            mask = "<" + ", ".join(f"i1 {str(good).lower()}" for good in inside) + ">"
+            moved = [Lane("v", shuffle(self.code, ir(kind, width), lane.ssa, "poison", order))
+                     for kind, lane in zip(kinds, lanes)]  # fmt: skip
+            combined = self._vectors(kinds, self.apply_region(region, moved + lanes))
+            lanes = [
+                Lane("v", self.code.ins(f"select <{width} x i1> {mask}, {vector} {new.ssa}, {vector} {old.ssa}"))
+                for vector, new, old in zip((ir(kind, width) for kind in kinds), combined, lanes)
+            ]
+            reach *= 2
+        return lanes
 
     # ---- others that need whole tiles -------------------------------------------------------------------------------
+
+    def emit_map(self, op: Op) -> None:
+        """`pack` elements a call: neighbours in row-major order."""
+        region, pack = op.regions[0], op.attrs["pack"]
+        kinds = [element(result.type) for result in op.results]
+        outputs = [self.buffer_for(result) for result in op.results]
+        extents = outputs[0].shape
+
+        def one(point: tuple[Lane, ...]) -> None:
+            lanes = [self._lane(self.at(value, point)) for value in op.operands]
+            for output, kind, lane in zip(outputs, kinds, self.apply_region(region, lanes)):
+                self.write(output, point, lane)
+
+        def several(point: tuple[Lane, ...]) -> None:
+            first = self.times(point[0], pack)
+            places = [self.unlinear(self.add(first, Lane("u", str(j))), extents) for j in range(pack)]
+            found = self.apply_region(
+                region, [self._lane(self.at(value, place)) for value in op.operands for place in places]
+            )
+            for i, output in enumerate(outputs):
+                for place, lane in zip(places, found[i * pack : (i + 1) * pack]):
+                    self.write(output, place, lane)
+
+        if pack == 1:
+            self.nest(extents, one, scalar=not straight(region))
+        else:
+            self.nest((math.prod(extents) // pack,), several, scalar=True)
 
     def tile_of(self, value: Value) -> tuple[Buffer, bool]:
         """A row-major tile that holds `value`, and whether it is a temporary one."""
