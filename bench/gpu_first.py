@@ -72,6 +72,14 @@ def strided(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return x | dict(q=q, k=k, v=v, beta=torch.cat([x["beta"], x["beta"]], -1)[..., :H])
 
 
+def alike(x: dict[str, Tensor], gate: float) -> dict[str, Tensor]:
+    """The hardest case for a chunked form: keys that are nearly one and the same, beta 1, and one slow decay."""
+    gen = torch.Generator(DEV).manual_seed(1)
+    noise = torch.randn(x["k"].shape, device=DEV, generator=gen) * 0.05
+    k, ones = (x["k"][:, :1].float() + noise).to(x["k"].dtype), torch.ones_like
+    return x | dict(k=k, g=ones(x["g"]) * gate, beta=ones(x["beta"]) * 40, A_log=x["A_log"] * 0, bias=x["bias"] * 0)
+
+
 def recurrence(x: dict[str, Tensor], lens: list[int], lower_bound: float | None) -> tuple[Tensor, Tensor]:
     """The recurrence in fp64 -> o [1, T, H, D], final states [N, H, V, K]."""
     tokens = zip(*(x[name][0].split(lens) for name in ("q", "k", "v", "g", "beta")))
@@ -165,6 +173,18 @@ def accuracy(results: Results, opts: argparse.Namespace) -> bool:
                 f"worst 256 tokens {max(windows):.2e}  {verdict}",
                 **row, output=e_o, state=e_s, windows=windows, ok=ok,
             )
+    for gate in (-40.0, -8.0, -5.5):  # decays of 1, 0.998 and 0.98 a token; shown, not judged
+        x, cu = alike(inputs(70, 8, 1), gate), offsets([70])
+        ref = recurrence(x, [70], LB)
+        for op in ("chunk", "recurrent", *opts.peers):
+            got = attempt(partial(run_once, op, x, cu, True))
+            row = dict(op=op, case="keys alike", gate=gate)
+            if isinstance(got, str):
+                results.add("accuracy", f"{op:10} keys alike, gate {gate}: {got}", **row, failed=got)
+                continue
+            e_o, e_s = err(got[0], ref[0]), err(got[1], ref[1])
+            text = f"{op:10} keys alike, gate {gate:5}: output {e_o:.2e}  state {e_s:.2e}"
+            results.add("accuracy", text, **row, output=e_o, state=e_s)
     return good
 
 

@@ -132,11 +132,11 @@ def test_repeated_keys_do_not_amplify_the_error_of_the_inverse(backend, decay, d
     assert_accurate(final, want_state, dtype, "state")
 
 
-@pytest.mark.parametrize("decay", [0.0, -0.02])
-def test_repeated_keys_at_the_main_head_dim_lose_no_more_than_the_rounding_of_bf16_products(backend, decay):
-    """With bf16 operands no chunked form keeps the contract's bound here; unit roundoff is 3.9e-3, ours a few times it."""
+@pytest.mark.parametrize("decay, most", [(0.0, 0.0028), (-0.0003, 0.012), (-0.02, 0.015)])
+def test_repeated_keys_at_the_main_head_dim(backend, decay, most):
+    """Within the contract where nothing decays; a slow decay rounds each of the equal keys differently to bf16."""
     (o, final), (want_o, want_state) = repeated_keys(128, decay, BF16, backend.device)
-    assert oracle.err(o, want_o) <= 0.03 and oracle.err(final, want_state) <= 0.03
+    assert oracle.err(o, want_o) <= max(most, 0.004) and oracle.err(final, want_state) <= most
 
 
 @bf16_on_gpu

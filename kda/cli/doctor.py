@@ -92,9 +92,11 @@ def versions(report: Report) -> None:
     if found["triton"] is None and on_linux:
         report.broken("triton is not installed, so everything runs in PyTorch", "pip install 'triton>=3.6'")
     elif found["triton"] and older(found["triton"], (3, 6)):
-        report.broken(f"triton {found['triton']} is older than 3.6, so everything runs in PyTorch", "pip install -U triton")
+        report.broken(f"triton {found['triton']} is older than 3.6, so everything runs in PyTorch",
+                      "pip install -U triton")  # fmt: skip
     if found["llvmlite"] is None and found["triton"] and platform.machine().lower() in ("x86_64", "amd64"):
-        report.broken("llvmlite is not installed, so CPU tensors go to the slow reference backend", "pip install llvmlite")
+        report.broken("llvmlite is not installed, so CPU tensors go to the slow reference backend",
+                      "pip install llvmlite")  # fmt: skip
     if found["triton"] and found["numpy"] and not older(found["numpy"], (2, 4)) and older(found["triton"], (3, 7)):
         add = report.broken if _on("TRITON_INTERPRET") else report.note
         add(f"the interpreter of triton {found['triton']} fails with numpy {found['numpy']}",
@@ -144,8 +146,9 @@ def device(report: Report, name: str, run_kernels: bool) -> None:
         return
     if name != "cpu":
         about = torch.cuda.get_device_properties(name)
-        report.line(name, f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}, "
-                    f"{'HIP ' + torch.version.hip if torch.version.hip else 'CUDA ' + str(torch.version.cuda)}")  # fmt: skip
+        runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        report.line(name, f"{about.name}, {about.total_memory / 2**30:.0f} GiB, "
+                    f"compute capability {about.major}.{about.minor}, {runtime}")  # fmt: skip
     report.line(name, f"backend {backend}")
     report.line("", why)
     if name == "cpu" and backend == "triton-cpu":

@@ -34,7 +34,7 @@ from kda.triton.tiles import (
 )  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
-RANGE = tl.constexpr(58.0)  # exp(-G) is kept in 2**-58 .. 2**60, and leaves keys as much to either side
+RANGE = tl.constexpr(58.0)  # where all decays of a chunk fit 2**-118 .. 1, this centres exp(-G) in the range of fp32
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def products_by_levels(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt
 
 @triton.jit
 def products_at_once(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
-    """The same for a gate with a lower bound, such that exp(-G) times `BELOW` is in range."""
+    """The same for a gate with a lower bound, such that exp(-G) stays within 2**-RANGE .. 2**60."""
     C: tl.constexpr = q.shape[0]
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     G = sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION)
@@ -94,10 +94,10 @@ def part_of_channels(
     """Of channels K0 .. K0 + BP - 1: k k^T and q k^T with decays [C, C], sums q k, q q and k k [C], q exp(G) and
     k exp(G) [C, BP]; stores what the state takes."""
     i, o_k = tl.arange(0, C), K0 + tl.arange(0, BP)
-    m = live[:, None] & (o_k < K)[None, :]
-    q = tl.load(q_ptr + i[:, None] * q_t + o_k[None, :], m, 0.0).to(dt)
-    k = tl.load(k_ptr + i[:, None] * k_t + o_k[None, :], m, 0.0).to(dt)
-    y = tl.load(g_ptr + i[:, None] * g_t + o_k[None, :], m, 0.0).to(tl.float32)  # to log2 of the decays
+    t, m = i.to(tl.int64)[:, None], live[:, None] & (o_k < K)[None, :]
+    q = tl.load(q_ptr + t * q_t + o_k[None, :], m, 0.0).to(dt)
+    k = tl.load(k_ptr + t * k_t + o_k[None, :], m, 0.0).to(dt)
+    y = tl.load(g_ptr + t * g_t + o_k[None, :], m, 0.0).to(tl.float32)  # becomes log2 of the decays
     if RAW_GATE:
         if HAS_BIAS:
             y += tl.load(bias_ptr + o_k, o_k < K, 0.0).to(tl.float32)[None, :]
@@ -145,7 +145,7 @@ def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    tiles_ptr,  # [slots, HV, ..]: w, z, keys [C, K], U, R, U's rest [C, C], in the dtype that products take
+    tiles_ptr,  # [slots, HV, ..]: -w, z, k exp(G_last - G) [C, K], U, R, U's rest [C, C], in the products' dtype
     vectors_ptr,  # [slots, HV, ..] fp32: the diagonal of R [C], exp(G_last) [K]
     out_ptr,
     scale, lower_bound, T, N, NC,
@@ -214,27 +214,27 @@ def chunk_intra_kernel(
         q_inv, k_inv = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
     else:
         q_inv, k_inv = qq * 0.0 + scale, kk * 0.0 + 1.0
-    p *= k_inv  # the diagonal of P, in fp32
+    p *= k_inv  # the diagonal of P, in fp32; q_inv comes last everywhere
     o_cc = 3 * C * K + r * C + s
 
     A *= (b * k_inv)[:, None] * k_inv[None, :]
     P *= k_inv[None, :]
     M = tl.where(r > s, unit_triangular_inverse(A, C, SPLIT, PRECISION), 0.0)
+    # What multiplies v: U with the norm that d carries, R without its diagonal, which stays in fp32.
     R = (P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M) * b[None, :]
     R_diag = p * b
-    tl.store(tiles + C * C + o_cc, cast(R * q_inv[:, None], dt))  # its diagonal stays in fp32
+    tl.store(tiles + C * C + o_cc, cast(R * q_inv[:, None], dt))
     tl.store(vectors + i, R_diag * q_inv)
     U = tl.where(r == s, 1.0, M) * k_inv[:, None] * b[None, :]
-    R = tl.where(r == s, R_diag[:, None], R)
-
     if dt == tl.bfloat16:
         U_head, U_rest = halves(U)
         tl.store(tiles + o_cc, U_head)
         tl.store(tiles + 2 * C * C + o_cc, U_rest)
     else:
         tl.store(tiles + o_cc, U)
-    U *= -k_inv[None, :]  # w is to be added
-    R *= -k_inv[None, :]
+    # What multiplies the state, through the keys; -w, to be added.
+    U *= -k_inv[None, :]
+    R = tl.where(r == s, R_diag[:, None], R) * -k_inv[None, :]
     store_wz(tiles, U, R, q_up, k_up, q_inv, K, 0, PRECISION, dt)
     if PARTS == 2:
         store_wz(tiles, U, R, q_up1, k_up1, q_inv, K, BP, PRECISION, dt)
@@ -266,8 +266,8 @@ def chunk_walk_kernel(
     if HAS_INITIAL:
         S += tl.load(initial_state + n * state_n + o_vk, m_vk, 0.0).to(tl.float32)
 
-    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk ahead;
-    # of the tiles, which enter products, the compiler sees to that.
+    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk
+    # ahead; of the tiles, which enter products, the compiler sees to that.
     dt = tiles_ptr.dtype.element_ty
     SIZE: tl.constexpr = 3 * C * K + 3 * C * C
     at = slot * HV + hv
@@ -278,7 +278,7 @@ def chunk_walk_kernel(
     p_r, p_decay = vectors_ptr + at * (C + K) + i, vectors_ptr + at * (C + K) + C + o_k
     p_v = v_ptr + batch * v_b + (bos + i)[None, :] * v_t + hv * v_h + o_v[:, None]
     p_out = out_ptr + batch * out_b + (bos + i)[None, :] * out_t + hv * out_h + o_v[:, None]
-    left = (eos - bos).to(tl.int32)
+    left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
     r_next = tl.load(p_r, (i < C) & (left > 0), 0.0)
     decay_next = tl.load(p_decay, m_k & (left > 0), 0.0)
 
@@ -313,8 +313,8 @@ def chunk_walk_kernel(
         p_kg += HV * SIZE
         p_ur += HV * SIZE
         p_rest += HV * SIZE
-        p_v += C * v_t
-        p_out += C * out_t
+        p_v += chunk * v_t
+        p_out += chunk * out_t
         left -= C
 
     if STORE_FINAL:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launching a kernel again with other tensors and all else as before, without Triton's binder.
 
-Triton looks at every argument of every launch, which on a CPU takes longer than a decode step of one request. A launcher
-that has `repeat` (that of the backend named `cpu`) can be asked to launch again from the tensors' addresses alone.
+Triton looks at every argument of every launch, which on a CPU takes longer than a decode step of one request. A
+launcher that has `repeat` (that of the backend named `cpu`) can launch again from the tensors' addresses alone.
 """
 from __future__ import annotations
 

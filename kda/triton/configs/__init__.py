@@ -18,8 +18,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def _recurrent(V: int, device: torch.device, **_) -> dict:
-    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight on a GPU. On a CPU
-    # the state of a single token streams through the processor row by row.
+    # A [BV, K] slice of one head's state lives in registers; small slices keep many programs in flight on a GPU. On a
+    # CPU the state of a single token streams through the processor row by row.
     on_cpu = device.type == "cpu"
     BV = min(next_power_of_2(V), 128 if on_cpu else 8)
     return {"BV": BV, "STREAM": on_cpu, "num_warps": 1, "num_stages": 3}

@@ -51,6 +51,15 @@ class Arena:
         self.free = [span for span in merged if span[0] < span[1]]
 
 
+def _keeps_first_dim(op: Op) -> bool:
+    """Whether row i of the result of an elementwise operation or a view comes from row i of its operands."""
+    if op.name in ("tt.reshape", "tt.broadcast"):
+        return shape(op.operands[0].type)[:1] == shape(op.results[0].type)[:1]
+    if op.name == "tt.trans":
+        return op.attrs["order"][0] == 0
+    return op.name not in VIEWS or op.name == "tt.split"
+
+
 class Memory:
     """Mixin of the lowering."""
 
@@ -307,7 +316,7 @@ class Memory:
 
     @contextlib.contextmanager
     def turned(self, value: Value, axis: int | None) -> Iterator[None]:
-        """Within, row-major tiles that `value` reads along their first dim are contiguous there: turned in registers."""
+        """Within, row-major tiles that `value` reads along their first dim are contiguous there, turned in registers."""
         found: dict[Value, Buffer] = {}
         stack, seen = [value] if axis == 0 and len(shape(value.type)) == 2 else [], set()
         while stack:
@@ -321,11 +330,7 @@ class Memory:
                     found[value] = bound
             elif value in self.plan.lazy:
                 op = value.op
-                first_stays = op.name not in VIEWS or op.name == "tt.split" or op.name in ("tt.reshape", "tt.broadcast") \
-                    and shape(op.operands[0].type)[:1] == shape(value.type)[:1]  # fmt: skip
-                if op.name == "tt.trans" and op.attrs["order"][0] == 0:
-                    first_stays = True
-                if first_stays:
+                if _keeps_first_dim(op):
                     stack += [operand for operand in op.operands if isinstance(operand.type, Tensor)]
         tiles = {}
         for value, bound in found.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kda.triton_cpu.lowering.analysis import VIEWS, lazy_kind
 from kda.triton_cpu.lowering.emit import Code
-from kda.triton_cpu.lowering.lanes import ZERO, Buffer, Lane
+from kda.triton_cpu.lowering.lanes import Buffer, Lane
 from kda.triton_cpu.lowering.reduce import straight
 from kda.triton_cpu.lowering.types import element, shape
 from kda.triton_cpu.ttir import Op, Pointer, Tensor, Value
@@ -198,7 +198,9 @@ class Rows:
             del self.env[value]
             self.free_buffer(tile)
 
-    def _row_step(self, role: str, op: Op, row: Lane, points: list[tuple[Lane, Lane]], tiles: dict[Value, Buffer]) -> None:
+    def _row_step(
+        self, role: str, op: Op, row: Lane, points: list[tuple[Lane, Lane]], tiles: dict[Value, Buffer]
+    ) -> None:
         if role == "store":
             for point in points:
                 self.store_lanes(op, point)
