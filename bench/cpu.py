@@ -349,7 +349,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--part", choices=PARTS, help="default: all")
-    parser.add_argument("--isa", default="avx2,avx512,avx512bf16,amx", help="paths of part isa; missing ones are skipped")
+    parser.add_argument("--isa", default="avx2,avx512,avx512bf16,amx", help="paths of part isa (missing: skipped)")
     parser.add_argument("--seconds", type=float, default=6, help="of calls for a row of functions")
     parser.add_argument("--cold-mib", type=int, default=256, help="cold states exceed this, the caches' size")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")

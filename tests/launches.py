@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -89,6 +90,10 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
             q, k, v, g, beta, initial_state=states, output_final_state=True, cu_seqlens=cu, safe_gate=True, **fused),
         "chunk_kda/batch": lambda: kda.chunk_kda(
             *(t[0].unflatten(0, (2, T // 2)) for t in (q, k, v, y, beta)), use_qk_l2norm_in_kernel=True),
+        "chunk_kda_with_fused_gate/segments": lambda: kda.chunk_kda_with_fused_gate(
+            *(tensor(1, 1 << 14, 16, D) for _ in "qkvg"), tensor(1, 1 << 14, 16), tensor(16, dtype=FP32),
+            tensor(16 * D, dtype=FP32), initial_state=tensor(1, 16, D, D, dtype=FP32), output_final_state=True,
+            cu_seqlens=cu[:2], safe_gate=True, use_qk_l2norm_in_kernel=True, sigmoid_beta=True),
         "fused_recurrent_kda/decode": lambda: kda.fused_recurrent_kda(
             **one, initial_state=pool, cu_seqlens=cu, ssm_state_indices=index, sigmoid_beta=True, **gate),
         "fused_recurrent_kda/log-decay": lambda: kda.fused_recurrent_kda(
@@ -138,6 +143,7 @@ def main(target, compiles):
     import kda
 
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     triton.runtime.driver.set_active(PretendedDriver(GPUTarget(*TARGETS[target])))
     jit_run = JITFunction.run
     op = None

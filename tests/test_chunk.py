@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """chunk_kda and chunk_kda_with_fused_gate: prefill. Both must equal the recurrence for every gate value."""
 
+import importlib
+
 import oracle
 import pytest
 import torch
@@ -407,3 +409,30 @@ def test_oracle_chunked_form_of_the_contract_equals_its_recurrence():
     o = K**-0.5 * ((q * G.exp()) @ S.T + torch.tril((q[:, None] * k[None] * decay).sum(-1)) @ v_new)
     S = S * G[-1].exp() + v_new.T @ (k * (G[-1] - G).exp())
     assert oracle.err(o, want_o[0, :, 0]) < 1e-12 and oracle.err(S, want_state[0, 0]) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------------------ segments
+
+
+@bf16_on_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", ["packed", "batch"])
+@pytest.mark.parametrize("K, V", [(128, 128), (64, 80)])
+def test_a_walk_in_segments_equals_the_recurrence(backend, monkeypatch, shape, K, V, dtype):
+    """Sequences of no chunk, part of a segment, whole segments and more; sequences that would not be cut by themselves."""
+    if backend.name == "reference":
+        pytest.skip("the reference has no segments")
+    walk = importlib.import_module("kda.triton.walk")
+    kernel, launched = walk.chunk_combine_kernel, []
+    counting = type("Counting", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})
+    monkeypatch.setattr(walk, "chunk_combine_kernel", counting())
+    monkeypatch.setattr(walk, "segment_chunks", lambda *_: 2)
+    shape = dict(lens=(0, 5, 32, 0, 33, 64, 150, 1)) if shape == "packed" else dict(B=2, T=70)
+    x = make(**shape, K=K, V=V, dtype=dtype, device=backend.device)
+    o, final = chunk(x)
+    want_o, want_state = x.oracle()
+    assert launched
+    assert_accurate(o, want_o, dtype)
+    assert_accurate(final, want_state, dtype, "state")
+    x = replace(x, initial_state=None)
+    assert_accurate(chunk(x, output_final_state=False)[0], x.oracle()[0], dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked delta rule (prefill) in two kernels, cut where the parallelism changes; contract.md section 2.
+"""Chunked delta rule (prefill), cut in kernels where the parallelism changes; contract.md section 2.
 
 Inside a chunk of C tokens, with y the log decays, G their inclusive cumulative sum, b = beta and S [V, K] the state
 that enters:
@@ -10,8 +10,7 @@ that enters:
     d = U v - w S^T      o = R v + z S^T      S' = S exp(G_last) + d^T (k exp(G_last - G))
 
 `chunk_intra_kernel` computes U, R, w, z and the keys of the last product for every chunk at once (one program a chunk
-and value head); `chunk_walk_kernel` carries S through the chunks of a sequence (one program a sequence, value head and
-slice of V). Only d stands between one state and the next. k is used as it came, its norm 1 / |k| kept in U, R and d:
+and value head); walk.py carries S through the chunks of a sequence. Only d stands between one state and the next. k is used as it came, its norm 1 / |k| kept in U, R and d:
 where nothing decays, keys then enter the products unrounded, and errors of equal keys cancel as the keys do.
 
 No exponential can overflow, however negative a gate is: pairs (i, j) are split into levels h = 1, 2, 4, .., C/2. At
@@ -27,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kda.triton import configs
+from kda.triton import configs, walk
 from kda.triton.tiles import (
-    cast, dot, find_sequence, fine_dot, first_slot, halves, level_pairs, log_decay, row,
-    sequence_range, sign_dot, unit_triangular_inverse,
+    cast, dot, find_sequence, fine_dot, halves, level_pairs, log_decay, row, sequence_range, sign_dot,
+    unit_triangular_inverse,
 )  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -240,87 +239,6 @@ def chunk_intra_kernel(
         store_wz(tiles, U, R, q_up1, k_up1, q_inv, K, BP, PRECISION, dt)
 
 
-@triton.jit(do_not_specialize=["T", "N", "NC"])
-def chunk_walk_kernel(
-    tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
-    out_ptr, final_state,
-    T, N, NC, state_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    NV: tl.constexpr = (V + BV - 1) // BV
-    n, hv, v0 = pid // (HV * NV), pid // NV % HV, pid % NV * BV
-    if IS_VARLEN:
-        bos, eos = sequence_range(cu_seqlens, n, N, T)
-        batch, slot = n * 0, first_slot(cu_seqlens, n, T, C)
-    else:
-        bos, eos = n * 0, n * 0 + T
-        batch, slot = n, n * NC
-
-    i, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), v0 + tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
-    m_ck, m_vk = m_k[None, :] & (i < C)[:, None], m_v[:, None] & m_k[None, :]
-    o_vk = hv * V * K + o_v[:, None] * K + o_k[None, :]
-    S = tl.zeros([BV, BK], tl.float32)
-    if HAS_INITIAL:
-        S += tl.load(initial_state + n * state_n + o_vk, m_vk, 0.0).to(tl.float32)
-
-    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk
-    # ahead; of the tiles, which enter products, the compiler sees to that.
-    dt = tiles_ptr.dtype.element_ty
-    SIZE: tl.constexpr = 3 * C * K + 3 * C * C
-    at = slot * HV + hv
-    tiles, ii = tiles_ptr + at * SIZE, tl.arange(0, 2 * C)
-    p_wz, p_kg = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
-    tiles += 3 * C * K
-    p_ur, p_rest = tiles + ii[:, None] * C + i[None, :], tiles + 2 * C * C + i[:, None] * C + i[None, :]
-    p_r, p_decay = vectors_ptr + at * (C + K) + i, vectors_ptr + at * (C + K) + C + o_k
-    p_v = v_ptr + batch * v_b + (bos + i)[None, :] * v_t + hv * v_h + o_v[:, None]
-    p_out = out_ptr + batch * out_b + (bos + i)[None, :] * out_t + hv * out_h + o_v[:, None]
-    left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
-    r_next = tl.load(p_r, (i < C) & (left > 0), 0.0)
-    decay_next = tl.load(p_decay, m_k & (left > 0), 0.0)
-
-    # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
-    for _ in range(0, tl.cdiv(left, C)):
-        r, decay = r_next, decay_next
-        p_r += HV * (C + K)
-        p_decay += HV * (C + K)
-        r_next = tl.load(p_r, (i < C) & (left > C), 0.0)  # [C]
-        decay_next = tl.load(p_decay, m_k & (left > C), 0.0)  # [K]
-        m_vt = m_v[:, None] & (i < left)[None, :]
-        v = tl.load(p_v, m_vt, 0.0).to(dt)  # [V, C]
-        UR = tl.load(p_ur)  # [2 C, C]
-        if K == BK:
-            wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
-        else:
-            wz, kg = tl.load(p_wz, m_k[None, :] & (ii < 2 * C)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
-
-        both = dot(cast(S, dt), tl.trans(wz), dot(v, tl.trans(UR), None, PRECISION), PRECISION)  # [V, 2 C]
-        d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
-        o += v.to(tl.float32) * r[None, :]
-        if dt == tl.bfloat16:
-            d = dot(v, tl.trans(tl.load(p_rest)), d, PRECISION)
-        S *= decay[None, :]
-        if dt == tl.bfloat16:  # the state takes d in two halves: its error is then the keys' rounding alone
-            d, d_rest = halves(d)
-            S = dot(d_rest, kg, S, PRECISION)
-        S = dot(d, kg, S, PRECISION)
-
-        tl.store(p_out, cast(o, out_ptr.dtype.element_ty), m_vt)
-        p_wz += HV * SIZE
-        p_kg += HV * SIZE
-        p_ur += HV * SIZE
-        p_rest += HV * SIZE
-        p_v += chunk * v_t
-        p_out += chunk * out_t
-        left -= C
-
-    if STORE_FINAL:
-        tl.store(final_state + n * HV * V * K + o_vk, S, m_vk)
-
-
 def chunk_kda(
     q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm, sigmoid_beta,
     A_log, g_bias, lower_bound, out,
@@ -359,15 +277,6 @@ def chunk_kda(
             ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
             **cfg["intra"],
         )  # fmt: skip
-    BV = cfg["BV"]
     if N and HV:
-        chunk_walk_kernel[(N * HV * -(-V // BV),)](
-            tiles, vectors, v, initial_state, cu_seqlens, out, final_state,
-            T=T, N=N, NC=NC, state_n=0 if initial_state is None else initial_state.stride(0),
-            v_b=v.stride(0), v_t=v.stride(1), v_h=v.stride(2),
-            out_b=out.stride(0), out_t=out.stride(1), out_h=out.stride(2),
-            HV=HV, K=K, V=V, C=C, BK=BK, BV=BV, IS_VARLEN=cu_seqlens is not None,
-            HAS_INITIAL=initial_state is not None, STORE_FINAL=output_final_state, PRECISION=cfg["PRECISION"],
-            **cfg["walk"],
-        )  # fmt: skip
+        walk.walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N, NC, K, cfg)
     return out, final_state

@@ -193,7 +193,7 @@ class CPULauncher:
     def repeat(self, function: runtime.Kernel, programs: int, tensors: int, args: tuple) -> Callable | None:
         """A launch of `programs` from the tensors' addresses alone, all else as in `args`; None if there is no such.
 
-        `args` are the kernel's first arguments, `tensors` tensors and any Nones before the numbers; the rest are constants.
+        `args` are the kernel's first arguments, `tensors` tensors and any Nones before the numbers; constants follow.
         """
         types = list(self.src.signature.values())
         if self.bounds or any(type != "constexpr" for type in types[len(args):]):

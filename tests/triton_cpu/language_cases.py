@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from lowering_cases import FLOATS, check, group, run, values  # noqa: F401 - `run` is called from outside
+from lowering_cases import FLOATS, check, group, run  # noqa: F401 - `run` is called from outside
 from triton.language.extra import libdevice
 
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -413,9 +413,10 @@ def three_dims():
         x = torch.randint(-9, 9, (A, B, C)).float()
         moved, sums, ran, largest = torch.zeros(C, A, B), torch.zeros(A, C), torch.zeros(A, B, C), torch.zeros(A)
         cube_kernel[(1,)](x, moved, sums, ran, largest, A=A, B=B, C=C)
-        for name, got, want in (("moved", moved, x.permute(2, 0, 1)), ("sums", sums, x.sum(1)),
-                                ("ran", ran, x.cumsum(1) + x.cumsum(2)), ("largest", largest, x.amax((1, 2)))):  # fmt: skip
-            check((name, A, B, C), got, want)
+        check(("moved", A, B, C), moved, x.permute(2, 0, 1))
+        check(("sums", A, B, C), sums, x.sum(1))
+        check(("ran", A, B, C), ran, x.cumsum(1) + x.cumsum(2))
+        check(("largest", A, B, C), largest, x.amax((1, 2)))
 
 
 @triton.jit
@@ -433,7 +434,8 @@ def layouts():
             x = torch.randint(-50, 50, (M, N)).to(dtype)
             backward = x.view(-1)[M * N - 1 :]
             ways = ((x, (N, 1), x), (backward, (-N, -1), x.flip(0, 1)), (x.view(-1)[N - 1 :], (N, -1), x.flip(1)),
-                    (x, (0, 1), x[:1].expand(M, N)), (x.t().contiguous(), (1, M), x), (x, (0, 0), x[0, 0].expand(M, N)))  # fmt: skip
+                    (x, (0, 1), x[:1].expand(M, N)), (x.t().contiguous(), (1, M), x),
+                    (x, (0, 0), x[0, 0].expand(M, N)))  # fmt: skip
             for source, strides, want in ways:
                 out = torch.zeros(M, N, dtype=dtype)
                 layout_kernel[(1,)](source, out, M, N, *strides, N, 1, BM=8, BN=16)
@@ -908,8 +910,8 @@ def refused_kernel(x, OP: tl.constexpr):
 
 @tl.core.extern
 def missing(arg, _semantic=None):
-    known = {(tl.int32,): ("abs", tl.int32)}
-    return tl.core.extern_elementwise("libm", "", [arg.to(tl.int32, _semantic=_semantic)], known, True, _semantic=_semantic)
+    whole, known = arg.to(tl.int32, _semantic=_semantic), {(tl.int32,): ("abs", tl.int32)}
+    return tl.core.extern_elementwise("libm", "", [whole], known, True, _semantic=_semantic)
 
 
 @group

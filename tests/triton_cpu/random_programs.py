@@ -82,7 +82,8 @@ class Writer:
 
     def statement(self, depth):
         options = [self.binary, self.binary, self.where, self.compare, self.cast, self.view, self.reduce, self.scan,
-                   self.gather_load, self.masked_load, self.store_and_load, self.pair, self.table, self.product, self.sort, self.call]  # fmt: skip
+                   self.gather_load, self.masked_load, self.store_and_load, self.pair, self.table, self.product,
+                   self.sort, self.call]  # fmt: skip
         if depth < 2:
             options += [self.loop, self.branch]
         step = self.choose(*options)
@@ -440,8 +441,8 @@ def run(examples=40, seed=None):
             failed[:] = [program]
             raise
 
-    limits = settings(max_examples=examples, deadline=None, database=None, derandomize=seed is None, report_multiple_bugs=False,
-                      suppress_health_check=list(HealthCheck))  # fmt: skip
+    limits = settings(max_examples=examples, deadline=None, database=None, derandomize=seed is None,
+                      report_multiple_bugs=False, suppress_health_check=list(HealthCheck))  # fmt: skip
     found = limits(given(kernels())(search))
     try:
         (found if seed is None else hypothesis.seed(seed)(found))()

@@ -79,7 +79,7 @@ def softmax():
 
 @triton.autotune(
     configs=[
-        triton.Config({"BM": 32, "BN": 32, "BK": 64, "GROUP": 6, "matrix_instr_nonkdim": 16}, num_warps=8, num_stages=2),
+        triton.Config({"BM": 32, "BN": 32, "BK": 64, "GROUP": 6, "matrix_instr_nonkdim": 16}, num_warps=8),
         triton.Config({"BM": 64, "BN": 16, "BK": 32, "GROUP": 4, "waves_per_eu": 2}, num_warps=4, num_stages=5),
     ],
     key=["M", "N", "K"],
@@ -122,10 +122,12 @@ def leaky_relu(x):
 
 @group
 def matrix_product():
-    for (M, N, K), activation, dtype in (((128, 96, 128), "", torch.float16), ((100, 61, 77), "leaky_relu", torch.float16),
-                                         ((1, 1, 1), "", torch.float16), ((64, 64, 64), "", torch.float8_e5m2)):  # fmt: skip
+    half, eighth = torch.float16, torch.float8_e5m2
+    cases = (((128, 96, 128), "", half), ((100, 61, 77), "leaky_relu", half), ((1, 1, 1), "", half),
+             ((64, 64, 64), "", eighth))  # fmt: skip
+    for (M, N, K), activation, dtype in cases:
         a, b = torch.randn(M, K, device=DEVICE).to(dtype), torch.randn(N, K, device=DEVICE).to(dtype).t()
-        c = torch.empty(M, N, dtype=torch.float16)
+        c = torch.empty(M, N, dtype=half)
         matmul_kernel[lambda meta: (triton.cdiv(M, meta["BM"]) * triton.cdiv(N, meta["BN"]),)](
             a, b, c, M, N, K, *a.stride(), *b.stride(), *c.stride(), ACTIVATION=activation)  # fmt: skip
         want = a.double() @ b.double()
@@ -372,7 +374,8 @@ def fla_core():
                                        use_qk_l2norm_in_kernel=True)  # fmt: skip
         s, rows = state.double(), []
         for t in range(T):
-            qt, kt = (torch.nn.functional.normalize(x[:, t].double(), dim=-1).repeat_interleave(HV // H, 1) for x in (q, k))
+            unit = [torch.nn.functional.normalize(x[:, t].double(), dim=-1) for x in (q, k)]
+            qt, kt = (x.repeat_interleave(HV // H, 1) for x in unit)
             s = s * g[:, t].double().exp()[..., None]
             change = (v[:, t].double() - torch.einsum("bhk,bhkv->bhv", kt, s)) * beta[:, t].double()[..., None]
             s = s + torch.einsum("bhk,bhv->bhkv", kt, change)

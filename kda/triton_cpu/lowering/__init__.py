@@ -50,7 +50,8 @@ class Lowering(Lanes, Memory, Control, Reduce, Rows, Dot):
         "tt.store": Memory.store_op, "tt.atomic_rmw": Memory.atomic, "tt.atomic_cas": Memory.atomic,
         "tt.atomic_load": Memory.atomic, "tt.atomic_store": Memory.atomic,
         "tt.reduce": Reduce.emit_reduce, "tt.scan": Reduce.emit_scan, "tt.gather": Reduce.emit_gather,
-        "tt.map_elementwise": Reduce.emit_map, "tt.cat": Reduce.emit_cat, "tt.histogram": Reduce.emit_histogram, "tt.dot": Dot.emit_dot,
+        "tt.map_elementwise": Reduce.emit_map, "tt.cat": Reduce.emit_cat, "tt.histogram": Reduce.emit_histogram,
+        "tt.dot": Dot.emit_dot,
         "scf.for": Control.emit_for, "scf.if": Control.emit_if, "scf.while": Control.emit_while,
         "tt.call": Control.emit_call, "tt.assert": Control.emit_assert, "tt.print": Control.emit_print,
     }  # fmt: skip

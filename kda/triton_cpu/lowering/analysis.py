@@ -22,8 +22,8 @@ _COSTLY = {"tt.extern_elementwise": 30, "arith.divf": 5, "arith.remf": 30, "math
            "tt.precise_divf": 5, "tt.approx_divf": 5, "tt.precise_sqrt": 5,
            "arith.truncf": 2, "arith.divsi": 4, "arith.divui": 4, "arith.remsi": 4, "arith.remui": 4}  # fmt: skip
 _CHEAP_MATH = {"math.absf", "math.fma", "math.floor", "math.ceil", "math.absi"}
-_WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_store", "tt.call", "tt.debug_barrier", "ttg.barrier",
-           "gpu.barrier"}  # fmt: skip
+_WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_store", "tt.call", "tt.debug_barrier",
+           "ttg.barrier", "gpu.barrier"}  # fmt: skip
 ENOUGH = 4.0  # recomputing is cheaper than a buffer up to this cost, in vector additions
 
 

@@ -347,7 +347,8 @@ class Control:
     def _lent(self, init: Value, carrier: Buffer | str) -> bool:
         """Whether a loop took over the tile of a loop around it, which still needs it for its next iteration."""
         bound = self.env.get(init)
-        return init.op is None and isinstance(carrier, Buffer) and isinstance(bound, Buffer) and bound.ptr == carrier.ptr
+        same = isinstance(carrier, Buffer) and isinstance(bound, Buffer) and bound.ptr == carrier.ptr
+        return init.op is None and same
 
     def emit_if(self, op: Op) -> None:
         condition = self.scalar(op.operands[0])

@@ -316,7 +316,7 @@ class Memory:
 
     @contextlib.contextmanager
     def turned(self, value: Value, axis: int | None) -> Iterator[None]:
-        """Within, row-major tiles that `value` reads along their first dim are contiguous there, turned in registers."""
+        """Within, row-major tiles `value` reads along their first dim are contiguous there: turned in registers."""
         found: dict[Value, Buffer] = {}
         stack, seen = [value] if axis == 0 and len(shape(value.type)) == 2 else [], set()
         while stack:

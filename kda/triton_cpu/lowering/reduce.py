@@ -280,8 +280,8 @@ class Reduce:
             return
         with self.code.loop(str(width), str(extent), str(width), compare="ult") as i, self.fresh_memo():
             point, lanes = prefixes(self.code.ins(f"sub i64 {extent - width}, {i}") if back else i)
-            before = self._vectors(kinds, [Lane("u", self.code.get(ir(kind), slot)) for kind, slot in zip(kinds, slots)])
-            put(point, self._vectors(kinds, self.apply_region(region, before + lanes)), slots)
+            totals = [Lane("u", self.code.get(ir(kind), slot)) for kind, slot in zip(kinds, slots)]
+            put(point, self._vectors(kinds, self.apply_region(region, self._vectors(kinds, totals) + lanes)), slots)
 
     def _prefixes(self, region: Region, kinds: list, lanes: list[Lane], back: bool) -> list[Lane]:
         """Lane i combined with all before it, in log2(width) steps: each doubles how many a lane holds."""
