@@ -24,6 +24,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 import argparse  # noqa: E402
+import inspect  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
@@ -90,7 +91,10 @@ def our_step(x: dict[str, Tensor], pool: Tensor):
 
 
 def transformers_path() -> dict[str, Callable]:
-    """Their recurrent and chunked form; nothing where this version of transformers has no such layer."""
+    """Their recurrent and chunked form; nothing where this version of transformers has no such layer.
+
+    What they define, that is: with flash-linear-attention installed they would call its Triton kernels.
+    """
     try:
         from transformers.models.glm5_next import modeling_glm5_next as theirs
     except ImportError:
@@ -99,6 +103,7 @@ def transformers_path() -> dict[str, Callable]:
     forms = {BASE: theirs.recurrent_kimi_delta_attention, "transformers chunked": theirs.chunk_kimi_delta_attention}
 
     def call(fn: Callable) -> Callable:  # they keep the state [N, H, K, V]
+        fn = inspect.unwrap(fn)
         return lambda x, h0: fn(*ready(x), initial_state=h0, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
     return {name: call(fn) for name, fn in forms.items()}

@@ -11,6 +11,7 @@ medians. Writes bench/results/cpu_reference.json.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def inputs(B: int, T: int) -> tuple[list[Tensor], Tensor]:
 
 
 def theirs(fn, x: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers keeps the state [B, H, K, V]; `state` comes so."""
-    return fn(*x, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    """transformers keeps the state [B, H, K, V]; `state` comes so. Unwrapped it does not go to fla's kernels."""
+    return inspect.unwrap(fn)(*x, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 def main() -> int:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Against transformers' GLM-5.3-Flash: its two forms of the rule, and its layer composed from our operations."""
 
+import inspect
+
 import oracle
 import pytest
 import torch
@@ -9,12 +11,21 @@ from helpers import (BF16, FP16, FP32, assert_accurate, chunk, each_dtype, gpu_s
 
 import kda
 
-pytest.importorskip("transformers.models.glm5_next")
-from transformers.cache_utils import DynamicCache  # noqa: E402
-from transformers.models.glm5_next import modeling_glm5_next as glm  # noqa: E402
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig  # noqa: E402
+from kda.cli.check import in_pytorch
+
+with in_pytorch():
+    pytest.importorskip("transformers.models.glm5_next")
+    from transformers.cache_utils import DynamicCache
+    from transformers.models.glm5_next import modeling_glm5_next as glm
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
 HEADS, DIM, HIDDEN = 2, 32, 48
+
+
+def test_transformers_runs_its_pytorch_code():
+    """Not flash-linear-attention's kernels, which on a CPU would run on the backend under test."""
+    for function in (glm.recurrent_kimi_delta_attention, glm.chunk_kimi_delta_attention, glm.causal_conv1d_fn):
+        assert inspect.getclosurevars(function).nonlocals["is_new_implementation"] is False
 
 
 def peer(function, x):

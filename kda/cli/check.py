@@ -5,7 +5,9 @@ Nothing here calls a kda operation.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,13 +96,32 @@ def layer64(layer: KDALayer, x: list[Tensor]) -> list[Tensor]:
     return list(linear(o.flatten(1), layer.o_proj).split(lengths))
 
 
+@contextlib.contextmanager
+def in_pytorch() -> Iterator[None]:
+    """Within the block transformers' modules are imported as if no kernels were there for them to take.
+
+    With flash-linear-attention installed they would take its Triton kernels for good, and those may run on this
+    package's backend for Triton: no independent reference.
+    """
+    names = ("fla", "causal_conv1d")
+    there = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(there)
+
+
 def transformers_layer(layer: KDALayer) -> nn.Module:
     """transformers' Glm5NextTextLinearAttention over the same weights (shared, not copied).
 
     ImportError where transformers is missing or has no GLM-5.3 model.
     """
-    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
+    with in_pytorch():
+        from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it warns that it falls back to PyTorch: it is here as a reference
