@@ -120,8 +120,8 @@ def vector(name: str, x, size: int | None, dtypes: Sequence[torch.dtype], like: 
     return x
 
 
-def attention_inputs(q, k, v, g, beta, cu_seqlens, headwise: bool, g_name: str = "g") -> tuple[int, int, int, int, int, int, int]:
-    """Checks the token inputs that every form of the rule takes; returns B, T, H, HV, K, V and the number of sequences."""
+def attention_inputs(q, k, v, g, beta, cu_seqlens, headwise: bool, g_name: str = "g") -> tuple[int, ...]:
+    """Checks the token inputs that every form of the rule takes; returns B, T, H, HV, K, V, number of sequences."""
     B, T, H, K = tokens("q", q, ("B", "T", "H", "K"), ACTIVATIONS).shape
     tokens("k", k, (B, T, H, K), (q.dtype,), q)
     HV, V = tokens("v", v, (B, T, "HV", "V"), (q.dtype,), q).shape[2:]

@@ -10,8 +10,9 @@ that enters:
     d = U v - w S^T      o = R v + z S^T      S' = S exp(G_last) + d^T (k exp(G_last - G))
 
 `chunk_intra_kernel` computes U, R, w, z and the keys of the last product for every chunk at once (one program a chunk
-and value head); walk.py carries S through the chunks of a sequence. Only d stands between one state and the next. k is used as it came, its norm 1 / |k| kept in U, R and d:
-where nothing decays, keys then enter the products unrounded, and errors of equal keys cancel as the keys do.
+and value head); walk.py carries S through the chunks of a sequence. Only d stands between one state and the next. k is
+used as it came, its norm 1 / |k| kept in U, R and d: where nothing decays, keys then enter the products unrounded, and
+errors of equal keys cancel as the keys do.
 
 No exponential can overflow, however negative a gate is: pairs (i, j) are split into levels h = 1, 2, 4, .., C/2. At
 level h, i lies in the odd and j in the even half of a block of 2h tokens, and

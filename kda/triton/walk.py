@@ -170,8 +170,9 @@ def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, split: 
 
     Walking in segments is three times the work, at N HV slices times as many programs as there are segments.
     """
-    few = device.type == "cuda" and 3 * N * HV * slices <= torch.cuda.get_device_properties(device).multi_processor_count
-    return 128 if few and split and K in (64, 128) and T >= 3 * 128 * C * N else 0
+    if device.type != "cuda" or not split or K & (K - 1) or T < 3 * 128 * C * N:
+        return 0
+    return 128 if 3 * N * HV * slices <= torch.cuda.get_device_properties(device).multi_processor_count else 0
 
 
 def walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N: int, NC: int, K: int, cfg: dict) -> None:

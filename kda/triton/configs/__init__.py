@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch configurations: which tile sizes, warps and stages a kernel runs with.
 
-`DEFAULTS` is the sane choice for a device without a table of its own, as a function of the shapes. A device's measured table is a module beside this one (from a later sweep) and overrides single entries.
+`DEFAULTS` is the sane choice for a device without a table of its own, as a function of the shapes. A device's measured
+table is a module beside this one (from a later sweep) and overrides single entries.
 Nothing is tuned on a user's first call.
 """
 from __future__ import annotations
@@ -39,7 +40,7 @@ def fp32_products(device: torch.device) -> str:
 
 
 def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
-    # Chunks of 16: on a GPU their [C, C] tiles fit one tensor core instruction, and a gate bounded by -5 needs no levels.
+    # Chunks of 16: their [C, C] tiles fit one instruction of a tensor core, and a gate bounded by -5 needs no levels.
     cfg = {"C": 16, "PRECISION": fp32_products(device)}  # plain TF32 would leave 1.2e-3 in the output
     if dtype == torch.bfloat16 and 64 < K <= 128:
         options = {"maxnreg": 128} if device.type == "cuda" and torch.version.hip is None else {}
