@@ -53,6 +53,17 @@ def graph_ms(fn: Callable[[], object], calls: int = 10) -> float:
     return median_ms(graph.replay) / calls
 
 
+def host_us(fn: Callable[[], object], calls: int = 50) -> float:
+    """Microseconds that the host takes for a call, the GPU working beside it; on a CPU, of the whole call."""
+    fn()
+    times = []
+    for _ in range(calls):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(1e3 * _wall_ms(fn))
+    return statistics.median(times)
+
+
 def side_by_side_ms(fns: dict[str, Callable[[], object]], runs: int, warm: int = 2) -> dict[str, float]:
     """Medians of wall-clock times of functions called in turn, so that a busy machine hits them alike."""
     for fn in fns.values():

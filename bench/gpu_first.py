@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kda
 import peers
-from common import Results, copy_bytes_per_s, graph_ms, kernel_us, median_ms, synchronises
+from common import Results, copy_bytes_per_s, graph_ms, host_us, kernel_us, median_ms, synchronises
 from kda.cli.check import BOUNDS, err, recurrence64
 
 R = TypeVar("R")
@@ -241,7 +241,7 @@ def decode(results: Results, opts: argparse.Namespace) -> None:
 
 
 def decode_row(results: Results, opts: argparse.Namespace, H: int, N: int) -> None:
-    """The recurrence alone, and the chain of convolution update, recurrence and gated norm."""
+    """The recurrence alone; the chain of convolution update, recurrence and gated norm; the chain in one kernel."""
     x, cu = inputs(N, H, 1), torch.arange(N + 1, device=DEV, dtype=torch.int32)
     pool = torch.randn(N + 1, H, D, D, device=DEV) * 0.1
     slots = (torch.randperm(N, device=DEV) + 1).int()
@@ -256,6 +256,14 @@ def decode_row(results: Results, opts: argparse.Namespace, H: int, N: int) -> No
         q, k, v = y.view(1, N, 3, H, D).unbind(2)
         return norm(our_recurrent(x | dict(q=q, k=k, v=v), cu, pool, slots)[0][0], gate)
 
+    out = torch.empty_like(gate)
+
+    def our_fused(pool: Tensor) -> Tensor:
+        return kda.kda_decode(
+            qkv, x["g"][0], x["beta"][0], gate, conv_pool, pool, slots, conv_w, x["A_log"], x["bias"], norm.weight,
+            lower_bound=LB, out=out,
+        )
+
     def vllm_chain() -> Callable[[], Tensor]:
         conv = peers.vllm_conv_update(qkv, conv_pool, conv_w, slots)
         step, their_norm = peers.vllm_recurrent(x, cu, pool, slots, LB), peers.vllm_norm(D, BF16, DEV)
@@ -264,14 +272,19 @@ def decode_row(results: Results, opts: argparse.Namespace, H: int, N: int) -> No
     us: dict[str, Ms] = {
         "ours": attempt(lambda: 1e3 * graph_ms(partial(our_recurrent, x, cu, pool, slots))),
         "our chain": attempt(lambda: 1e3 * graph_ms(our_chain)),
+        "fused": attempt(lambda: 1e3 * graph_ms(partial(our_fused, pool))),
+        "fused, bf16 states": attempt(lambda: 1e3 * graph_ms(partial(our_fused, pool.bfloat16()))),
     }
     if "vllm" in opts.peers:
         us["vllm"] = attempt(lambda: 1e3 * graph_ms(peers.vllm_recurrent(x, cu, pool, slots, LB)))
         us["vllm chain"] = attempt(lambda: 1e3 * graph_ms(vllm_chain()))
-    kernels, waits = attempt(lambda: kernel_us(our_chain)), attempt(lambda: synchronises(our_chain))
+    launch = attempt(lambda: host_us(partial(our_fused, pool)))
+    kernels = attempt(lambda: kernel_us(lambda: (our_chain(), our_fused(pool))))
+    waits = attempt(lambda: synchronises(lambda: (our_chain(), our_fused(pool))))
     floor = N * H * (D * D * 8 + D * 10) / opts.bandwidth * 1e6
     extra = N * H * D * (3 * 3 * 2 * 2 + 2)  # bytes: convolution state in and out, output gate
     chain_floor = floor + extra / opts.bandwidth * 1e6
+    half_floor = chain_floor - N * H * D * D * 4 / opts.bandwidth * 1e6
 
     def part(name: str, our: str, vllm: str, floor: float) -> str:
         a, b = us[our], us.get(vllm)
@@ -281,9 +294,14 @@ def decode_row(results: Results, opts: argparse.Namespace, H: int, N: int) -> No
     results.add(
         "decode",
         f"decode N={N} H={H}: {part('recurrence', 'ours', 'vllm', floor)};  "
-        f"{part('chain', 'our chain', 'vllm chain', chain_floor)}" + (f"  WAITS: {waits}" if waits else ""),
+        f"{part('chain', 'our chain', 'vllm chain', chain_floor)};  "
+        f"{part('kda_decode', 'fused', 'vllm chain', chain_floor)};  "
+        f"{part('bf16 states', 'fused, bf16 states', 'none', half_floor)};  launched in {show(launch, ' us', 1)}"
+        + (f"  WAITS: {waits}" if waits else ""),
         N=N, H=H, us=us, floor_us=floor, chain_floor_us=chain_floor, ratio=ratio(us["ours"], us.get("vllm")),
-        chain_ratio=ratio(us["our chain"], us.get("vllm chain")), kernel_us=kernels, synchronises=waits,
+        chain_ratio=ratio(us["our chain"], us.get("vllm chain")),
+        fused_ratio=ratio(us["fused"], us.get("vllm chain")), bf16_state_floor_us=half_floor, launch_us=launch,
+        kernel_us=kernels, synchronises=waits,
     )
 
 

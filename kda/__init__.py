@@ -19,6 +19,8 @@ _HOME = {
     "fused_kda_gate": "ops",
     "fused_recurrent_kda": "ops",
     "gather_initial_states": "ops",
+    "kda_decode": "ops",
+    "kda_prefill": "ops",
     "rms_norm_gated": "ops",
     "scatter_states": "ops",
 }

@@ -187,12 +187,12 @@ def causal_conv1d_update(
     return out if out is not None else y.squeeze(-1) if single else y
 
 
-def _conv_weights(weight, bias, dim: int, like: Tensor) -> int:
-    W = check.tensor("weight", weight, (dim, "W"), check.ACTIVATIONS, like).shape[1]
+def _conv_weights(weight, bias, dim: int, like: Tensor, name: str = "weight", bias_name: str = "bias") -> int:
+    W = check.tensor(name, weight, (dim, "W"), check.ACTIVATIONS, like).shape[1]
     if W not in check.CONV_WIDTHS:
-        check.refuse("weight", f"a width of {W}", f"{check.CONV_WIDTHS.start} to {check.CONV_WIDTHS.stop - 1}")
+        check.refuse(name, f"a width of {W}", f"{check.CONV_WIDTHS.start} to {check.CONV_WIDTHS.stop - 1}")
     if bias is not None:
-        check.vector("bias", bias, dim, check.ACTIVATIONS, like)
+        check.vector(bias_name, bias, dim, check.ACTIVATIONS, like)
     return W
 
 
@@ -503,6 +503,227 @@ def _window(indices: Tensor, accepted: Tensor | None, cu_seqlens: Tensor | None,
         longest = int(cu_seqlens.diff().max()) if check.checking() else 0
     if longest > indices.shape[1]:
         check.refuse("ssm_state_indices", f"a window of {indices.shape[1]}", f"{longest}, the longest sequence, or more")
+
+
+@_without_gradients
+def kda_decode(
+    qkv: Tensor,
+    raw_g: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ssm_state_indices: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    g_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    conv_bias: Tensor | None = None,
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    activation: str = "sigmoid",
+    eps: float = 1e-5,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token of each request through all that lies between a KDA layer's projections, in one kernel.
+
+    It does what `causal_conv1d_update` with SiLU on q, k and v, `fused_recurrent_kda` (l2 norm, gate and sigmoid of
+    beta in the kernel) and `rms_norm_gated` do one after another: the same convolution states to the bit, recurrent
+    states and output within rounding (the norm sees the recurrence's output before it is rounded).
+
+    Args:
+        qkv: [N, dim] merged projection, dim = 2 * H * K + HV * V: the columns of q, then of k, then of v, by heads.
+        raw_g: [N, HV, K] raw gate values; beta: [N, HV] logits; out_gate: [N, HV, V]. Like `qkv` column slices of
+            projections (any stride of the other dims, the last one contiguous), each in a dtype of its own.
+        conv_state: [slots, dim, W - 1 (+ num_spec)], any strides; columns 0 to W - 2 are the last inputs. In place.
+        ssm_state: [slots, HV, V, K] recurrent states, `stride(0)` free, each slot dense; fp32 or bf16. In place.
+        ssm_state_indices: [N] slots of both pools, any stride, none twice. A slot <= 0, or past one of the pools, is
+            padding: no state is touched and the row's output is zero.
+        conv_weight: [dim, W], any strides; conv_bias: [dim] or None.
+        A_log: [HV] or [1, 1, HV, 1]; g_bias: [HV * K], [HV, K] or None (or H in place of HV: one a query head).
+        norm_weight: [V] of the output norm, or None.
+        scale: of the queries; default K ** -0.5.
+        lower_bound: the bounded gate's floor; None is the unbounded gate.
+        activation: "sigmoid" for `sigmoid(out_gate)`, "silu" or "swish" for `out_gate * sigmoid(out_gate)`.
+        eps: of the norm.
+        out: [N, HV, V] buffer in the dtype of `qkv`, sharing memory with no input; with it nothing is allocated.
+
+    Returns:
+        [N, HV, V] in the dtype of `qkv`.
+
+    Example:
+        >>> import torch, kda
+        >>> N, H, D, W, slots = 3, 2, 32, 4, 8  # three requests
+        >>> conv_state, ssm_state = torch.zeros(slots, 3 * H * D, W - 1), torch.zeros(slots, H, D, D)
+        >>> qkv, g, gate = torch.randn(N, 3 * H * D), torch.randn(N, H, D), torch.randn(N, H, D)
+        >>> o = kda.kda_decode(
+        ...     qkv, g, torch.randn(N, H), gate, conv_state, ssm_state, torch.tensor([5, 2, 7]),
+        ...     torch.randn(3 * H * D, W), torch.zeros(H), norm_weight=torch.ones(D))
+        >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
+        (torch.Size([3, 2, 32]), [2, 5, 7])
+    """
+    seen = check.seen(
+        "kda_decode", qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias,
+        norm_weight, conv_bias, scale, lower_bound, activation, eps, out,
+    )  # fmt: skip
+    if not seen.checked:
+        _check_decode(
+            qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias,
+            norm_weight, conv_bias, lower_bound, activation,
+        )  # fmt: skip
+        check.output(out, out_gate.shape, qkv.dtype, qkv)
+        seen.checked = True
+    if out is not None:
+        check.apart(
+            out, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
+            ssm_state_indices=ssm_state_indices, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
+            norm_weight=norm_weight, conv_bias=conv_bias,
+        )  # fmt: skip
+    K = raw_g.shape[2]
+    return call(
+        "decode", "kda_decode", qkv.device,
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias, A_log.view(-1),
+        None if g_bias is None else g_bias.view(-1, K), norm_weight, K**-0.5 if scale is None else float(scale),
+        None if lower_bound is None else float(lower_bound), float(eps),
+        "sigmoid" if activation == "sigmoid" else "silu", out, seen=seen,
+    )  # fmt: skip
+
+
+def _check_decode(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias, norm_weight,
+    conv_bias, lower_bound, activation,
+) -> None:  # fmt: skip
+    N, _ = _check_layer_tokens(
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
+        activation,
+    )  # fmt: skip
+    check.slots("ssm_state_indices", ssm_state_indices, N, min(ssm_state.shape[0], conv_state.shape[0]), qkv)
+
+
+def _check_layer_tokens(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
+    activation,
+) -> tuple[int, int]:  # fmt: skip
+    """Checks what `kda_decode` and `kda_prefill` have alike; returns the number of tokens and K."""
+    N, dim = check.tokens("qkv", qkv, ("N", "dim"), check.ACTIVATIONS).shape
+    HV, K = check.tokens("raw_g", raw_g, (N, "HV", "K"), check.ACTIVATIONS, qkv).shape[1:]
+    V = check.tokens("out_gate", out_gate, (N, HV, "V"), check.ACTIVATIONS, qkv).shape[2]
+    for name, size in (("raw_g", K), ("out_gate", V)):
+        check.head_dim(name, size)
+    H, rest = divmod(dim - HV * V, 2 * K)
+    if rest or H < 1 or HV % H:
+        columns = f"2 * H * {K} + {HV} * {V}, H a divisor of {HV}"
+        check.refuse("qkv", f"{dim} columns beside {HV} value heads, K = {K} and V = {V}", columns)
+    check.tokens("beta", beta, (N, HV), check.ACTIVATIONS, qkv)
+    W = _conv_weights(conv_weight, conv_bias, dim, qkv, "conv_weight", "conv_bias")
+    _conv_states("conv_state", conv_state, dim, W - 1, qkv)
+    check.states("ssm_state", ssm_state, None, HV, V, K, qkv)
+    check.gate_parameters(A_log, g_bias, H, HV, K, qkv)
+    if lower_bound is not None:
+        check.bound(lower_bound)
+    if norm_weight is not None:
+        check.vector("norm_weight", norm_weight, V, check.ACTIVATIONS, qkv)
+    if activation not in ("swish", "silu", "sigmoid"):
+        check.refuse("activation", repr(activation), "'swish', 'silu' or 'sigmoid'")
+    return N, K
+
+
+@_without_gradients
+def kda_prefill(
+    qkv: Tensor,
+    raw_g: Tensor,
+    beta: Tensor,
+    out_gate: Tensor,
+    conv_state: Tensor,
+    ssm_state: Tensor,
+    ssm_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    has_initial_state: Tensor | None,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    g_bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    conv_bias: Tensor | None = None,
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    activation: str = "sigmoid",
+    eps: float = 1e-5,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Whole prompts through all that lies between a KDA layer's projections, on the states in their slots.
+
+    It does what `causal_conv1d_fn` with SiLU on q, k and v, `chunk_kda_with_fused_gate` (l2 norm, gate and sigmoid of
+    beta in the kernel) and `rms_norm_gated` do one after another, without gathering and scattering states between.
+
+    Args:
+        qkv: [T, dim] packed tokens of the merged projection, dim = 2 * H * K + HV * V: the columns of q, then of k,
+            then of v, by heads.
+        raw_g: [T, HV, K] raw gate values; beta: [T, HV] logits; out_gate: [T, HV, V]. Like `qkv` column slices of
+            projections (any stride of the other dims, the last one contiguous), each in a dtype of its own.
+        conv_state: [slots, dim, W - 1 (+ num_spec)], any strides; columns 0 to W - 2 are the last inputs. In place.
+        ssm_state: [slots, HV, V, K] recurrent states, `stride(0)` free, each slot dense; fp32 or bf16. In place.
+        ssm_state_indices: [N] slots of both pools, any stride, none twice. A slot <= 0, or past one of the pools, is
+            padding: no state is touched and the sequence's output is zero.
+        cu_seqlens: [N + 1] int32 or int64 offsets of the sequences.
+        has_initial_state: [N] bool: which sequences go on from what their slots hold; the others, and all with None,
+            start from zeros.
+        checkpoint_offsets: [M] int32 or int64 positions among the packed tokens, in any order; with
+            `checkpoint_indices` [M], slots that both states go to as they are before token `checkpoint_offsets[m]`, for
+            prefix caching. A position p belongs to the sequence with cu_seqlens[n] < p <= cu_seqlens[n + 1]; one in no
+            sequence, or a slot outside the pools, keeps nothing. No slot of a sequence, none twice.
+        out: [T, HV, V] buffer in the dtype of `qkv`; tokens past the last sequence's end stay as they are there and are
+            zero in a fresh output.
+
+    The other arguments are those of `kda_decode`.
+
+    Returns:
+        [T, HV, V] in the dtype of `qkv`.
+
+    Example:
+        >>> import torch, kda
+        >>> T, H, D, W, slots = 70, 2, 32, 4, 8  # two prompts, of 40 and 30 tokens, in slots 5 and 2
+        >>> conv_state, ssm_state = torch.zeros(slots, 3 * H * D, W - 1), torch.zeros(slots, H, D, D)
+        >>> qkv, g, gate = torch.randn(T, 3 * H * D), torch.randn(T, H, D), torch.randn(T, H, D)
+        >>> o = kda.kda_prefill(
+        ...     qkv, g, torch.randn(T, H), gate, conv_state, ssm_state, torch.tensor([5, 2]), torch.tensor([0, 40, 70]),
+        ...     None, torch.randn(3 * H * D, W), torch.zeros(H), norm_weight=torch.ones(D),
+        ...     checkpoint_offsets=torch.tensor([32]), checkpoint_indices=torch.tensor([7]))
+        >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
+        (torch.Size([70, 2, 32]), [2, 5, 7])
+    """
+    T, K = _check_layer_tokens(
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
+        activation,
+    )  # fmt: skip
+    if cu_seqlens is None:
+        check.refuse("cu_seqlens", "None", "N + 1 offsets")
+    N, pool = check.sequences(cu_seqlens, 1, T, qkv), min(ssm_state.shape[0], conv_state.shape[0])
+    check.slots("ssm_state_indices", ssm_state_indices, N, pool, qkv)
+    if has_initial_state is not None:
+        check.flags("has_initial_state", has_initial_state, N, qkv)
+    if (checkpoint_offsets is None) != (checkpoint_indices is None):
+        names = ["checkpoint_offsets", "checkpoint_indices"]
+        given, missing = names if checkpoint_indices is None else names[::-1]
+        check.refuse(missing, "None", f"a tensor, beside `{given}`")
+    if checkpoint_offsets is not None:
+        check.vector("checkpoint_offsets", checkpoint_offsets, None, check.INDICES, qkv)
+        check.slots("checkpoint_indices", checkpoint_indices, checkpoint_offsets.numel(), pool, qkv)
+    check.output(
+        out, out_gate.shape, qkv.dtype, qkv, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state,
+        ssm_state=ssm_state, ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens, conv_weight=conv_weight,
+        A_log=A_log, g_bias=g_bias, norm_weight=norm_weight, conv_bias=conv_bias,
+    )
+    return call(
+        "prefill", "kda_prefill", qkv.device,
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
+        conv_bias, A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
+        K**-0.5 if scale is None else float(scale), None if lower_bound is None else float(lower_bound), float(eps),
+        "sigmoid" if activation == "sigmoid" else "silu", checkpoint_offsets, checkpoint_indices, out,
+    )  # fmt: skip
 
 
 @_without_gradients

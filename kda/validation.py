@@ -120,14 +120,18 @@ def vector(name: str, x, size: int | None, dtypes: Sequence[torch.dtype], like: 
     return x
 
 
+def head_dim(name: str, size: int) -> None:
+    if size not in HEAD_DIMS:
+        refuse(name, f"a head dim of {size}", f"{HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}")
+
+
 def attention_inputs(q, k, v, g, beta, cu_seqlens, headwise: bool, g_name: str = "g") -> tuple[int, ...]:
     """Checks the token inputs that every form of the rule takes; returns B, T, H, HV, K, V, number of sequences."""
     B, T, H, K = tokens("q", q, ("B", "T", "H", "K"), ACTIVATIONS).shape
     tokens("k", k, (B, T, H, K), (q.dtype,), q)
     HV, V = tokens("v", v, (B, T, "HV", "V"), (q.dtype,), q).shape[2:]
     for name, size in (("q", K), ("v", V)):
-        if size not in HEAD_DIMS:
-            refuse(name, f"a head dim of {size}", f"{HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}")
+        head_dim(name, size)
     if H == 0 or HV == 0 or HV % H:
         refuse("v", f"{HV} value heads beside {H} query heads", "a multiple of the query heads")
     tokens(g_name, g, (B, T, HV, K), ACTIVATIONS, q)

@@ -94,6 +94,11 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
             *(tensor(1, 1 << 14, 16, D) for _ in "qkvg"), tensor(1, 1 << 14, 16), tensor(16, dtype=FP32),
             tensor(16 * D, dtype=FP32), initial_state=tensor(1, 16, D, D, dtype=FP32), output_final_state=True,
             cu_seqlens=cu[:2], safe_gate=True, use_qk_l2norm_in_kernel=True, sigmoid_beta=True),
+        "kda_prefill": lambda: kda.kda_prefill(
+            qkv, g[0], beta[0], v[0], conv_pool, pool, index, cu, has, weight, A_log, g_bias, norm_weight),
+        "kda_prefill/checkpoints": lambda: kda.kda_prefill(
+            qkv, g[0], beta[0], v[0], conv_pool, pool, index, cu, has, weight, A_log, g_bias, norm_weight,
+            checkpoint_offsets=index, checkpoint_indices=index),
         "fused_recurrent_kda/decode": lambda: kda.fused_recurrent_kda(
             **one, initial_state=pool, cu_seqlens=cu, ssm_state_indices=index, sigmoid_beta=True, **gate),
         "fused_recurrent_kda/log-decay": lambda: kda.fused_recurrent_kda(
@@ -103,6 +108,12 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
             sigmoid_beta=True, **gate),
         "fused_recurrent_kda/states": lambda: kda.fused_recurrent_kda(
             **draft, initial_state=states[:rows], inplace_final_state=False, lower_bound=None, **gate),
+        "kda_decode": lambda: kda.kda_decode(
+            qkv[:N], g[0, :N], beta[0, :N], v[0, :N], conv_pool, pool, index, weight, A_log, g_bias, norm_weight),
+        "kda_decode/grouped": lambda: kda.kda_decode(
+            tensor(N, 4 * 256 + 8 * 80), tensor(N, 8, 256), tensor(N, 8), tensor(N, 8, 80),
+            tensor(slots, 4 * 256 + 8 * 80, 3), tensor(slots, 8, 80, 256), index, tensor(4 * 256 + 8 * 80, 4),
+            tensor(8, dtype=FP32), lower_bound=None, activation="silu", out=tensor(N, 8, 80)),
         "rms_norm_gated": lambda: kda.rms_norm_gated(v[0], g[0], norm_weight, None, activation="sigmoid"),
         "rms_norm_gated/residual": lambda: kda.rms_norm_gated(v[0], g[0], norm_weight, norm_weight, residual=g[0],
                                                               prenorm=True),

@@ -70,6 +70,19 @@ def rms_norm_gated(device):
                 residual=randn(T, HV, V, seed=5, **put), out=torch.full((T, HV, V), 7.0, **put))
 
 
+def kda_decode(device):
+    put, dim = dict(dtype=BF16, device=device), 2 * H * K + HV * V
+    return dict(
+        qkv=randn(N, dim, seed=1, **put), raw_g=randn(N, HV, K, seed=2, **put), beta=randn(N, HV, seed=3, **put),
+        out_gate=randn(N, HV, V, seed=4, **put),
+        conv_state=randn(SLOTS, W - 1, dim, seed=5, **put).transpose(1, 2),
+        ssm_state=randn(SLOTS, HV, V, K, seed=6, device=device), ssm_state_indices=ints([3, 1], device),
+        conv_weight=randn(dim, W, seed=7, device=device), A_log=randn(HV, seed=8, device=device),
+        g_bias=randn(HV * K, seed=9, device=device), norm_weight=randn(V, seed=10, device=device),
+        conv_bias=randn(dim, seed=11, device=device), out=torch.full((N, HV, V), 7.0, **put),
+    )
+
+
 def gather_initial_states(device):
     return dict(state=randn(SLOTS, HV, V, K, seed=1, device=device), indices=ints([3, 1], device),
                 has_initial_state=torch.tensor([True, False], device=device))
@@ -97,6 +110,11 @@ def every_other(x):
 def one_token(x):
     """The first token expanded to all: tokens overlap."""
     return x[:, :1].expand_as(x)
+
+
+def one_row(x):
+    """The first row expanded to all."""
+    return x[:1].expand_as(x)
 
 
 def overlapping(x):
@@ -250,6 +268,39 @@ CASES = {
         ("out", like("x"), ValueError), ("out", like("g"), ValueError), ("out", like("residual"), ValueError),
         ("activation", value("gelu"), ValueError),
     ],
+    kda_decode: [
+        ("qkv", lambda x: x.tolist(), TypeError), ("qkv", to(torch.float64), TypeError), ("qkv", drop(0), ValueError),
+        ("qkv", fewer(1), ValueError), ("qkv", fewer(1, 2 * H * K), ValueError), ("qkv", every_other, ValueError),
+        ("qkv", one_row, ValueError),
+        ("qkv", lambda x: torch.cat([x, x[:, :2 * K]], 1), ValueError),  # 3 query heads beside 4 value heads
+        ("raw_g", to(torch.int32), TypeError), ("raw_g", fewer(0), ValueError), ("raw_g", fewer(1), ValueError),
+        ("raw_g", drop(0), ValueError), ("raw_g", every_other, ValueError), ("raw_g", one_row, ValueError),
+        ("raw_g", meta, ValueError), ("raw_g", lambda x: x[..., :8], ValueError),
+        ("beta", to(torch.int32), TypeError), ("beta", fewer(1), ValueError), ("beta", every_other, ValueError),
+        ("beta", one_row, ValueError), ("beta", meta, ValueError), ("beta", value(None), TypeError),
+        ("out_gate", to(torch.int32), TypeError), ("out_gate", fewer(0), ValueError), ("out_gate", fewer(1), ValueError),
+        ("out_gate", every_other, ValueError), ("out_gate", one_row, ValueError), ("out_gate", meta, ValueError),
+        ("out_gate", lambda x: x[..., :8], ValueError),
+        ("conv_state", fewer(2), ValueError), ("conv_state", fewer(1), ValueError),
+        ("conv_state", fewer(0, SLOTS), ValueError), ("conv_state", to(torch.int16), TypeError),
+        ("conv_state", meta, ValueError), ("conv_state", one_row, ValueError),
+        ("ssm_state", to(FP16), TypeError), ("ssm_state", fewer(0, SLOTS), ValueError), ("ssm_state", fewer(1), ValueError),
+        ("ssm_state", fewer(3), ValueError), ("ssm_state", resized(SLOTS, HV, K, V), ValueError),
+        ("ssm_state", every_other, ValueError), ("ssm_state", one_row, ValueError), ("ssm_state", meta, ValueError),
+        ("ssm_state_indices", to(FP32), TypeError), ("ssm_state_indices", fewer(0), ValueError),
+        ("ssm_state_indices", lambda x: x[:, None], ValueError), ("ssm_state_indices", meta, ValueError),
+        ("ssm_state_indices", value(None), TypeError),
+        ("conv_weight", fewer(0), ValueError), ("conv_weight", lambda x: x[:, :1], ValueError),
+        ("conv_weight", lambda x: x.repeat(1, 3), ValueError), ("conv_weight", to(torch.int32), TypeError),
+        ("conv_weight", meta, ValueError), ("conv_bias", fewer(0), ValueError), ("conv_bias", meta, ValueError),
+        ("norm_weight", fewer(0), ValueError), ("norm_weight", to(torch.int32), TypeError),
+        ("norm_weight", meta, ValueError), *gate_parameters("A_log", "g_bias"), ("A_log", value(None), TypeError),
+        ("lower_bound", value(0.5), ValueError), ("activation", value("gelu"), ValueError),
+        ("out", to(FP32), TypeError), ("out", fewer(0), ValueError), ("out", fewer(1), ValueError),
+        ("out", every_other, ValueError), ("out", one_row, ValueError), ("out", meta, ValueError),
+        ("out", like("out_gate"), ValueError), ("out", lambda x, args: args["raw_g"][..., :V], ValueError),
+        ("out", lambda x, args: args["qkv"][:, -HV * V:].unflatten(1, (HV, V)), ValueError),
+    ],
     gather_initial_states: [
         ("state", to(torch.int32), TypeError), ("state", fewer(0, SLOTS), ValueError),
         ("state", lambda x: x.tolist(), TypeError), ("state", lambda x: x[:1].expand_as(x), ValueError),
@@ -397,6 +448,8 @@ expect(kda.fused_recurrent_kda, fused_recurrent_kda, "ssm_state_indices", **pack
 expect(kda.causal_conv1d_fn, causal_conv1d_fn, "cache_indices", cache_indices=ints([SLOTS, 1], "cpu"))
 expect(kda.causal_conv1d_update, causal_conv1d_update, "conv_state_indices",
        conv_state_indices=ints([1, SLOTS], "cpu"))
+expect(kda.kda_decode, kda_decode, "ssm_state_indices", ssm_state_indices=ints([1, SLOTS], "cpu"))
+expect(kda.kda_decode, kda_decode, "ssm_state_indices", ssm_state_indices=ints([1, 1], "cpu"))
 expect(kda.scatter_states, scatter_states, "indices", indices=ints([1, SLOTS], "cpu"))
 expect(kda.gather_initial_states, gather_initial_states, "indices", indices=ints([1, SLOTS], "cpu"))
 

@@ -242,16 +242,26 @@ def chunk_intra_kernel(
 
 def chunk_kda(
     q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm, sigmoid_beta,
-    A_log, g_bias, lower_bound, out,
+    A_log, g_bias, lower_bound, out, indices=None, has_initial=None, checkpoints=None,
 ):  # fmt: skip
-    """Launcher; the arguments as `kda.reference.chunk.chunk_kda` takes them. Returns (out, final_state or None)."""
+    """Launcher; the arguments as `kda.reference.chunk.chunk_kda` takes them. Returns (out, final_state or None).
+
+    With `indices` and so on, which kda.triton.walk.walk explains, `initial_state` is a pool, written in place.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if checkpoints is not None:
+        cu_seqlens = checkpoints.offsets
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1  # parts of sequences, where checkpoints cut them
     fresh = out is None
     if fresh:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = torch.empty(N, HV, V, K, dtype=torch.float32, device=v.device) if output_final_state else None
+    final_state = None
+    if indices is not None:
+        final_state = initial_state
+    elif output_final_state:
+        final_state = torch.empty(N, HV, V, K, dtype=torch.float32, device=v.device)
 
     cfg = configs.pick("chunk", N=N, HV=HV, K=K, V=V, T=T, dtype=q.dtype, device=q.device)
     C, BK = cfg["C"], max(configs.next_power_of_2(K), 16)
@@ -279,5 +289,6 @@ def chunk_kda(
             **cfg["intra"],
         )  # fmt: skip
     if N and HV:
-        walk.walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N, NC, K, cfg)
+        walk.walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, sequences, NC, K, cfg,
+                  indices, has_initial, checkpoints)
     return out, final_state

@@ -94,14 +94,13 @@ def kda_decode_kernel(
     scale, lower_bound, eps, slots,
     x_n, g_n, g_h, beta_n, gate_n, gate_h, idx_n, weight_d, weight_w, conv_n, conv_d, conv_w, state_n, out_n, out_h,
     H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, KI: tl.constexpr, STREAM: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PV: tl.constexpr, KI: tl.constexpr, STREAM: tl.constexpr,
     BOUNDED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n, h = pid // H, pid % H
     R: tl.constexpr = HV // H
     NV: tl.constexpr = (V + BV - 1) // BV
-    PV: tl.constexpr = triton.next_power_of_2(NV)
 
     slot = tl.load(indices + n * idx_n).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -121,7 +120,7 @@ def kda_decode_kernel(
     conv_ptr += slot * conv_n
     c_q = h * K + o_k
     c_k = c_q + H * K
-    bias_q, bias_k, bias_v = None, None, None
+    bias_q, bias_k = None, None
     if conv_bias_ptr is not None:
         bias_q, bias_k = conv_bias_ptr + c_q, conv_bias_ptr + c_k
     q = convolve(x_ptr + c_q, conv_ptr + c_q * conv_d, weight_ptr + c_q * weight_d, bias_q, m_k, conv_w, weight_w, W)
@@ -148,6 +147,7 @@ def kda_decode_kernel(
             c = v0 + tl.arange(0, BV)
             m_c = c < V
             c_v = 2 * H * K + hv * V + c
+            bias_v = None
             if conv_bias_ptr is not None:
                 bias_v = conv_bias_ptr + c_v
             v = convolve(
@@ -215,6 +215,6 @@ def kda_decode(
          *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0),
          *conv_weight.stride(), *conv_state.stride(), ssm_state.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=conv_weight.shape[1], BK=configs.next_power_of_2(K),
-        BOUNDED=lower_bound is not None, SILU=activation == "silu", **cfg,
+        PV=configs.next_power_of_2(-(-V // cfg["BV"])), BOUNDED=lower_bound is not None, SILU=activation == "silu", **cfg,
     )  # fmt: skip
     return out

@@ -33,14 +33,14 @@ def row_squares(a, dtype: tl.constexpr, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def gated(a, scale, weight, bias, g, out, d, mask, D, SILU: tl.constexpr):
+def gated(a, scale, weight, bias, g, out, d, mask, opens, D, SILU: tl.constexpr):
     """Stores a tile [BR, BD] of the output from `a` and the rows' 1 / rms [BR, 1]."""
     y = a * scale
     if weight is not None:
         y *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         y += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    gate = tl.load(g + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(g + d[None, :], mask=mask & opens, other=0.0).to(tl.float32)
     if SILU:
         y *= gate
     y *= tl.sigmoid(gate)
@@ -49,13 +49,17 @@ def gated(a, scale, weight, bias, g, out, d, mask, D, SILU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R1", "R"])
 def rms_norm_gated_kernel(
-    x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
+    x, g, weight, bias, residual, residual_out, out, limit, eps, R1, R, D,
     sx_0, sx_1, sx_r, sg_0, sg_1, sg_r, sr_0, sr_1, sr_r, sn_0, sn_1, sn_r, so_0, so_1, so_r,
-    SILU: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    SILU: tl.constexpr, PADDED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ONE_TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(R, BR)
     r0, r1 = pid // blocks // R1, pid // blocks % R1
+    if limit is not None:
+        if r1 >= tl.load(limit):
+            return
     r = pid % blocks * BR + tl.arange(0, BR)[:, None]
     i, d = tl.arange(0, BR), tl.arange(0, BD)
 
@@ -80,22 +84,28 @@ def rms_norm_gated_kernel(
             squares = row_squares(a, exact, squares, PRECISION)
     total = tl.sum(tl.where(i[:, None] == i[None, :], squares, 0.0), 1)
     scale = (1.0 / tl.sqrt(total / D + eps))[:, None]
+    opens = (total != 0)[:, None] if PADDED else True  # rows of zeros are padding, whose gate may be anything
     if ONE_TILE:
-        gated(a, scale, weight, bias, g, out, d, mask, D, SILU)
+        gated(a, scale, weight, bias, g, out, d, mask, opens, D, SILU)
     else:
         for d0 in range(0, D, BD):
             mask = (r < R) & (d0 + d < D)[None, :]
-            gated(residual_sum(x, residual, None, d0 + d, mask), scale, weight, bias, g, out, d0 + d, mask, D, SILU)
+            a = residual_sum(x, residual, None, d0 + d, mask)
+            gated(a, scale, weight, bias, g, out, d0 + d, mask, opens, D, SILU)
 
 
-def rms_norm_gated(x, g, weight, bias, activation, residual, residual_out, eps, out):
-    """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape."""
+def rms_norm_gated(x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None):
+    """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape.
+
+    With `padded` rows of zeros give zeros whatever their gate; of R1 the indices from `limit` [1] on, if given, are
+    left as they are.
+    """
     R0, R1, R, D = x.shape
     strides = [(x if t is None else t).stride()[:3] for t in (x, g, residual, residual_out, out)]
     config = configs.pick("rms_norm_gated", D=D, device=x.device)
     rms_norm_gated_kernel[(R0 * R1 * triton.cdiv(R, config["BR"]),)](
-        x, g, weight, bias, residual, residual_out, out, eps, R1, R, D,
+        x, g, weight, bias, residual, residual_out, out, limit, eps, R1, R, D,
         *(step for steps in strides for step in steps),
-        SILU=activation == "silu", ONE_TILE=D <= config["BD"], **config,
+        SILU=activation == "silu", PADDED=padded, ONE_TILE=D <= config["BD"], **config,
     )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state's walk through the chunks that chunk.py prepared (its docstring has the formulas and names).
 
-One program takes a sequence, a value head and a slice of V from chunk to chunk. Where these are too few to fill a GPU
-and sequences are long, the walk is cut into segments of SEGMENT chunks. A segment maps the state that enters linearly,
+One program takes a sequence, a value head and a slice of V from chunk to chunk. States come from and go to rows of
+their own or slots of a pool; at checkpoints inside a sequence they go to further slots. Where programs are too few to
+fill a GPU and sequences are long, the walk is cut into segments of SEGMENT chunks. A segment maps the state linearly,
 
     S' = S F + E        F [K, K]: where rows of the identity go without v        E [V, K]: where zeros go
 
@@ -11,79 +12,51 @@ second walk of all segments at once the outputs.
 """
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kda.triton import configs
 from kda.triton.tiles import cast, dot, find_sequence, fine_dot, first_slot, halves, sequence_range
 
 
-@triton.jit(do_not_specialize=["T", "N", "NC"])
-def chunk_walk_kernel(
-    tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
-    out_ptr, final_state,
-    segments,  # [segment slots, HV, V + K, K] fp32: E and F if MAPS, else the state that enters in E's place
-    T, N, NC, state_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SEGMENT: tl.constexpr, MAPS: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, PRECISION: tl.constexpr,
+class Checkpoints(NamedTuple):
+    """M places inside sequences where the state is kept too; each cuts its sequence in parts (prefill.py makes them).
+
+    `offsets` [N + M + 1]: where the N + M parts begin, and their end; `slots` [N + M + 1]: where the state goes that
+    enters a part, 0: nowhere; `parts` [N + 1]: each sequence's first part, and the number of all.
+    """
+
+    offsets: Tensor
+    slots: Tensor
+    parts: Tensor
+
+
+@triton.jit
+def walk_chunks(
+    S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, at, o_v, m_v, v_t, out_t,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    MAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    NV: tl.constexpr = (V + BV - 1) // BV
-    SLICES: tl.constexpr = NV + (K + BV - 1) // BV if MAPS else NV
-    n, hv, v0 = pid // (HV * SLICES), pid // SLICES % HV, pid % SLICES * BV
-
-    # Tokens bos .. eos - 1, whose chunks begin at `slot`; `last` if none of the sequence follow.
-    where, c = n, n * 0
-    if IS_VARLEN:
-        if SEGMENT:
-            n, c = find_sequence(cu_seqlens, where, N, T, C * SEGMENT)
-            if n == N:
-                return
-        bos, eos = sequence_range(cu_seqlens, n, N, T)
-        batch, slot = n * 0, first_slot(cu_seqlens, n, T, C)
-    else:
-        if SEGMENT:
-            n, c = where // tl.cdiv(NC, SEGMENT), where % tl.cdiv(NC, SEGMENT)
-        bos, eos = n * 0, n * 0 + T
-        batch, slot = n, n * NC
-    last = True
-    if SEGMENT:
-        bos += c * (SEGMENT * C)
-        last = bos + SEGMENT * C >= eos
-        if (c > 0) & (bos >= eos) | (MAPS & last):
-            return
-        eos = tl.minimum(eos, bos + SEGMENT * C)
-        slot += c * SEGMENT
-
-    i, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), v0 + tl.arange(0, BV)
-    m_k, m_v = o_k < K, o_v < V
-    m_ck, m_vk = m_k[None, :] & (i < C)[:, None], m_v[:, None] & m_k[None, :]
-    o_vk = hv * V * K + o_v[:, None] * K + o_k[None, :]
-    if SEGMENT:
-        p_segment = segments + (where * HV + hv) * (V + K) * K
-    S = tl.zeros([BV, BK], tl.float32)
-    if MAPS:
-        if v0 >= NV * BV:
-            S = tl.where(o_v[:, None] - NV * BV == o_k[None, :], 1.0, 0.0)
-    elif SEGMENT:
-        S = tl.load(p_segment + o_v[:, None] * K + o_k[None, :], m_vk, 0.0)
-    elif HAS_INITIAL:
-        S += tl.load(initial_state + n * state_n + o_vk, m_vk, 0.0).to(tl.float32)
+    """The state behind tokens bos .. eos - 1, whose first chunk is place `at` of the tiles; stores their outputs."""
+    i, ii, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BK)
+    m_k = o_k < K
+    m_ck = m_k[None, :] & (i < C)[:, None]
 
     # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk
     # ahead; of the tiles, which enter products, the compiler sees to that.
     dt = tiles_ptr.dtype.element_ty
     SIZE: tl.constexpr = 3 * C * K + 3 * C * C
-    at = slot * HV + hv
-    tiles, ii = tiles_ptr + at * SIZE, tl.arange(0, 2 * C)
+    tiles = tiles_ptr + at * SIZE
     p_wz, p_kg = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
     tiles += 3 * C * K
     p_ur, p_rest = tiles + ii[:, None] * C + i[None, :], tiles + 2 * C * C + i[:, None] * C + i[None, :]
     p_r, p_decay = vectors_ptr + at * (C + K) + i, vectors_ptr + at * (C + K) + C + o_k
-    p_v = v_ptr + batch * v_b + (bos + i)[None, :] * v_t + hv * v_h + o_v[:, None]
-    p_out = out_ptr + batch * out_b + (bos + i)[None, :] * out_t + hv * out_h + o_v[:, None]
+    p_v = v_ptr + (bos + i)[None, :] * v_t + o_v[:, None]
+    p_out = out_ptr + (bos + i)[None, :] * out_t + o_v[:, None]
     left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
     r_next = tl.load(p_r, (i < C) & (left > 0), 0.0)
     decay_next = tl.load(p_decay, m_k & (left > 0), 0.0)
@@ -122,25 +95,130 @@ def chunk_walk_kernel(
         p_v += chunk * v_t
         p_out += chunk * out_t
         left -= C
+    return S
+
+
+@triton.jit
+def state_rows(n, indices, has_initial, slots, idx_n, INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr):
+    """The row of sequence `n` among the states, whether it may be used, and whether the sequence starts from it."""
+    row, live = n, n >= 0
+    if INDEXED:
+        row = tl.load(indices + n * idx_n).to(tl.int64)
+        live = (row > 0) & (row < slots)
+    begins = live
+    if HAS_FLAGS:
+        begins = live & (tl.load(has_initial + n) != 0)
+    return row, live, begins
+
+
+@triton.jit(do_not_specialize=["T", "N", "NC", "slots", "idx_n"])
+def chunk_walk_kernel(
+    tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
+    indices, has_initial, checkpoint_slots, parts,
+    out_ptr, final_state,
+    segments,  # [segment slots, HV, V + K, K] fp32: E and F if MAPS, else the state that enters in E's place
+    T, N, NC, slots, state_n, final_n, idx_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SEGMENT: tl.constexpr, MAPS: tl.constexpr, INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr,
+    CHECKPOINTS: tl.constexpr,
+    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    SLICES: tl.constexpr = NV + (K + BV - 1) // BV if MAPS else NV
+    n, hv, v0 = pid // (HV * SLICES), pid // SLICES % HV, pid % SLICES * BV
+
+    # Tokens bos .. eos - 1, whose chunks begin at `slot`; `last` if none of the sequence follow.
+    where, c = n, n * 0
+    if SEGMENT:
+        if IS_VARLEN:
+            n, c = find_sequence(cu_seqlens, where, N, T, C * SEGMENT)
+            if n == N:
+                return
+        else:
+            n, c = where // tl.cdiv(NC, SEGMENT), where % tl.cdiv(NC, SEGMENT)
+    row, live, begins = state_rows(n, indices, has_initial, slots, idx_n, INDEXED, HAS_FLAGS)
+    part, end = n, n + 1
+    if CHECKPOINTS:
+        part, end = tl.load(parts + n).to(tl.int64), tl.load(parts + n + 1).to(tl.int64)
+    if IS_VARLEN:
+        bos, eos = sequence_range(cu_seqlens, part, end, T)
+        batch, slot = n * 0, first_slot(cu_seqlens, part, T, C)
+    else:
+        bos, eos = n * 0, n * 0 + T
+        batch, slot = n, n * NC
+    last = True
+    if SEGMENT:
+        bos += c * (SEGMENT * C)
+        last = bos + SEGMENT * C >= eos
+        if (c > 0) & (bos >= eos) | (MAPS & last):
+            return
+        eos = tl.minimum(eos, bos + SEGMENT * C)
+        slot += c * SEGMENT
+
+    o_k, o_v = tl.arange(0, BK), v0 + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    m_vk = m_v[:, None] & m_k[None, :]
+    o_vk = hv * V * K + o_v[:, None] * K + o_k[None, :]
+    v_ptr += batch * v_b + hv * v_h
+    out_ptr += batch * out_b + hv * out_h
+    if INDEXED:
+        if not live:  # padding: outputs are zero
+            i = tl.arange(0, C)
+            if CHECKPOINTS:
+                eos = sequence_range(cu_seqlens, end - 1, end, T)[1]
+            if not MAPS:
+                for t in range(bos, eos, C):
+                    p_out = out_ptr + (t + i)[None, :] * out_t + o_v[:, None]
+                    tl.store(p_out, tl.zeros([BV, C], out_ptr.dtype.element_ty), m_v[:, None] & (t + i < eos)[None, :])
+            return
+
+    S = tl.zeros([BV, BK], tl.float32)
+    if SEGMENT:
+        p_segment = segments + (where * HV + hv) * (V + K) * K
+    if MAPS:
+        if v0 >= NV * BV:
+            S = tl.where(o_v[:, None] - NV * BV == o_k[None, :], 1.0, 0.0)
+    elif SEGMENT:
+        S = tl.load(p_segment + o_v[:, None] * K + o_k[None, :], m_vk, 0.0)
+    elif HAS_INITIAL:
+        S += tl.load(initial_state + row * state_n + o_vk, m_vk & begins, 0.0).to(tl.float32)
+
+    S = walk_chunks(
+        S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
+        HV, K, C, BK, BV, MAPS, PRECISION,
+    )  # fmt: skip
+    if CHECKPOINTS:
+        for p in range(part + 1, end):
+            kept = tl.load(checkpoint_slots + p).to(tl.int64)
+            p_kept = final_state + kept * final_n + o_vk
+            tl.store(p_kept, cast(S, final_state.dtype.element_ty), m_vk & (kept > 0) & (kept < slots))
+            bos, eos = sequence_range(cu_seqlens, p, end, T)
+            S = walk_chunks(
+                S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, first_slot(cu_seqlens, p, T, C) * HV + hv,
+                o_v, m_v, v_t, out_t, HV, K, C, BK, BV, MAPS, PRECISION,
+            )  # fmt: skip
 
     if MAPS:
         rows = tl.where(o_v < NV * BV, o_v, o_v - NV * BV + V)
         tl.store(p_segment + rows[:, None] * K + o_k[None, :], S, m_k[None, :] & (m_v | (o_v >= NV * BV))[:, None])
     elif STORE_FINAL:
         if last:
-            tl.store(final_state + n * HV * V * K + o_vk, S, m_vk)
+            tl.store(final_state + row * final_n + o_vk, cast(S, final_state.dtype.element_ty), m_vk)
 
 
-@triton.jit(do_not_specialize=["T", "N", "NC"])
+@triton.jit(do_not_specialize=["T", "N", "slots", "idx_n"])
 def chunk_combine_kernel(
-    segments, initial_state, cu_seqlens, T, N, NC, state_n,
+    segments, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr,
-    IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr, IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """In place of each segment's E, the state that enters it; K is a power of two."""
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
     n, hv, v0 = pid // (HV * NV), pid // NV % HV, pid % NV * BV
+    row, live, begins = state_rows(n, indices, has_initial, slots, idx_n, INDEXED, HAS_FLAGS)
     if IS_VARLEN:
         bos, eos = sequence_range(cu_seqlens, n, N, T)
         where = first_slot(cu_seqlens, n, T, TOKENS)
@@ -152,11 +230,11 @@ def chunk_combine_kernel(
     o_vk, o_kk = o_v[:, None] * K + o_k[None, :], V * K + o_k[:, None] * K + o_k[None, :]
     S = tl.zeros([BV, K], tl.float32)
     if HAS_INITIAL:
-        S += tl.load(initial_state + n * state_n + hv * V * K + o_vk, m_vk, 0.0).to(tl.float32)
+        S += tl.load(initial_state + row * state_n + hv * V * K + o_vk, m_vk & begins, 0.0).to(tl.float32)
     left = (eos - bos).to(tl.int32)
     for _ in range(0, tl.maximum(tl.cdiv(left, TOKENS), 1)):
         segment = segments + (where * HV + hv) * (V + K) * K
-        on = left > TOKENS  # the last segment maps nothing
+        on = (left > TOKENS) & live  # the last segment maps nothing
         E = tl.load(segment + o_vk, m_vk & on, 0.0)
         F = tl.load(segment + o_kk, on & (o_kk >= 0), 0.0)
         tl.store(segment + o_vk, S, m_vk)
@@ -175,30 +253,42 @@ def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, split: 
     return 128 if 3 * N * HV * slices <= torch.cuda.get_device_properties(device).multi_processor_count else 0
 
 
-def walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N: int, NC: int, K: int, cfg: dict) -> None:
-    """Launcher: outputs into `out` and, if not None, final states [N, HV, V, K] into `final_state`."""
+def walk(
+    tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N: int, NC: int, K: int, cfg: dict,
+    indices=None, has_initial=None, checkpoints: Checkpoints | None = None,
+) -> None:  # fmt: skip
+    """Launcher: outputs into `out`, final states [N, HV, V, K] into `final_state` if not None.
+
+    With `indices` [N] both states are one pool [slots, HV, V, K] and sequence n uses slot `indices[n]`, if it is one;
+    `has_initial` [N] says which begin from it. `cu_seqlens` are the parts' offsets if there are checkpoints.
+    """
     (_, T, HV, V), C, BV = v.shape, cfg["C"], cfg["BV"]
     slices, varlen, split = -(-V // BV), cu_seqlens is not None, tiles.dtype == torch.bfloat16
-    segment = segment_chunks(N, HV, T, K, slices, C, split, v.device)
+    segment = 0 if checkpoints else segment_chunks(N, HV, T, K, slices, C, split, v.device)
     places, segments = N, None
     if segment:
         places = T // (C * segment) + N if varlen else N * -(-NC // segment)
         segments = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=v.device)
-    state_n = 0 if initial_state is None else initial_state.stride(0)
-    common = dict(HV=HV, K=K, V=V, IS_VARLEN=varlen, HAS_INITIAL=initial_state is not None, PRECISION=cfg["PRECISION"])
+    state_n, final_n = (0 if state is None else state.stride(0) for state in (initial_state, final_state))
+    slots, idx_n = (0, 0) if indices is None else (initial_state.shape[0], indices.stride(0))
+    common = dict(
+        HV=HV, K=K, V=V, INDEXED=indices is not None, HAS_FLAGS=has_initial is not None, IS_VARLEN=varlen,
+        HAS_INITIAL=initial_state is not None, PRECISION=cfg["PRECISION"],
+    )  # fmt: skip
 
     def launch(programs: int, MAPS: bool) -> None:
         chunk_walk_kernel[(programs,)](
-            tiles, vectors, v, initial_state, cu_seqlens, out, final_state, segments,
-            T, N, NC, state_n, v.stride(0), v.stride(1), v.stride(2), out.stride(0), out.stride(1), out.stride(2),
+            tiles, vectors, v, initial_state, cu_seqlens, indices, has_initial,
+            *((checkpoints.slots, checkpoints.parts) if checkpoints else (None, None)), out, final_state, segments,
+            T, N, NC, slots, state_n, final_n, idx_n, *v.stride()[:3], *out.stride()[:3],
             C=C, BK=max(configs.next_power_of_2(K), 16), BV=BV, SEGMENT=segment, MAPS=MAPS,
-            STORE_FINAL=final_state is not None, **common, **cfg["walk"],
+            CHECKPOINTS=checkpoints is not None, STORE_FINAL=final_state is not None, **common, **cfg["walk"],
         )  # fmt: skip
 
     if segment:
         launch(places * HV * (slices + -(-K // BV)), MAPS=True)
         chunk_combine_kernel[(N * HV * -(-V // 32),)](
-            segments, initial_state, cu_seqlens, T, N, NC, state_n,
+            segments, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
             BV=32, TOKENS=C * segment, SPLIT=split, **common, num_warps=8,
         )  # fmt: skip
     launch(places * HV * slices, MAPS=False)

@@ -26,6 +26,17 @@ def _recurrent(V: int, device: torch.device, **_) -> dict:
     return {"BV": BV, "STREAM": on_cpu, "num_warps": 1, "num_stages": 3}
 
 
+def _decode(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
+    # One program sees all of a value head, for its norm. On a GPU the state stays in registers (BV of them a thread),
+    # loaded at once; a row of K lies in 8 lanes of 16 bytes, so that a sum over it takes 3 shuffles. With a thread for
+    # each key channel the convolutions are done once a program.
+    BK, BV = next_power_of_2(K), next_power_of_2(V)
+    if device.type == "cpu":
+        return {"BV": BV, "KI": BK, "STREAM": True, "num_warps": 1, "num_stages": 1}
+    warps = min(max(BK // 32, 1), 8)
+    return {"BV": min(BV, 128), "KI": min(BK, 128 // itemsize), "STREAM": False, "num_warps": warps, "num_stages": 1}
+
+
 @functools.cache
 def _large_shared_memory(device: torch.device) -> bool:
     """Hopper and data-centre Blackwell: over 200 KiB a block."""
@@ -80,6 +91,14 @@ def _norm(D: int, device: torch.device, **_) -> dict:
     return {"BR": min(2048 // BD, 64), "BD": BD, "PRECISION": fp32_products(device), "num_warps": 4}
 
 
+def _cut(entries: int, **_) -> dict:
+    return {"B": min(next_power_of_2(entries), 256), "num_warps": 4}
+
+
+def _keep_conv(dim: int, **_) -> dict:
+    return {"BD": min(next_power_of_2(dim), 256), "num_warps": 2}
+
+
 def _states(size: int, **_) -> dict:
     return {"BS": min(next_power_of_2(size), 4096), "num_warps": 4}
 
@@ -90,8 +109,11 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
     "fused_kda_gate": _gate,
     "rms_norm_gated": _norm,
     "states": _states,
+    "cut": _cut,
+    "keep_conv": _keep_conv,
     "chunk": _chunk,
     "fused_recurrent": _recurrent,
+    "kda_decode": _decode,
 }
 
 

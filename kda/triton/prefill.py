@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill of a KDA layer between its projections: convolution, chunked rule and gated norm on the states in place.
+
+The stages are the kernels of conv.py, chunk.py, walk.py and norm.py; nothing is gathered or scattered between them.
+Checkpoints cut sequences in parts: to the chunked rule a part is what a sequence is, and the walk goes through those of
+its sequence. A checkpoint's convolution state is copied before the convolution moves the states of the slots on.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kda.triton import chunk, configs, conv, norm
+from kda.triton.tiles import sequence_range
+from kda.triton.walk import Checkpoints
+
+
+@triton.jit
+def clamped(cu_seqlens, n, N, T):
+    """`cu_seqlens[n]` within 0 .. T, for a tile n of indices."""
+    at = tl.load(cu_seqlens + n, n <= N, 0).to(tl.int64)
+    return tl.minimum(tl.maximum(at, 0), T)
+
+
+@triton.jit(do_not_specialize=["N", "M", "T", "slots", "off_m", "ck_m"])
+def cut_kernel(
+    cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, N, M, T, slots, off_m, ck_m,
+    B: tl.constexpr,
+):  # fmt: skip
+    """Merges sequences' offsets and checkpoints: each finds its place by counting those before it.
+
+    A checkpoint at a sequence's end comes before the next one's offset; one that lies in no sequence is moved to where
+    they begin or end and keeps nothing.
+    """
+    j = tl.program_id(0) * B + tl.arange(0, B)
+    first, last = clamped(cu_seqlens, j * 0, N, T), clamped(cu_seqlens, j * 0 + N, N, T)
+    is_cut, m = (j > N) & (j <= N + M), j - N - 1
+    cut = tl.load(checkpoint_offsets + m * off_m, is_cut, 0).to(tl.int64)
+    within = (cut > first) & (cut <= last)
+    at = tl.where(is_cut, tl.minimum(tl.maximum(cut, first), last), clamped(cu_seqlens, j, N, T))
+    before_cu, before_cuts = at * 0, at * 0
+    for i in range(0, N + 1):
+        other = clamped(cu_seqlens, i, N, T)
+        before_cu += tl.where(is_cut, other < at, i < j).to(tl.int64)
+    for i in range(0, M):
+        other = tl.load(checkpoint_offsets + i * off_m).to(tl.int64)
+        other = tl.minimum(tl.maximum(other, first), last)
+        before_cuts += tl.where(is_cut, (other < at) | (other == at) & (i < m), other <= at).to(tl.int64)
+    place, live = before_cu + before_cuts, j <= N + M
+    tl.store(offsets + place, at.to(tl.int32), live)
+    tl.store(parts + j, place.to(tl.int32), j <= N)
+    slot = tl.load(checkpoint_indices + m * ck_m, is_cut, 0).to(tl.int64)
+    good = is_cut & within & (slot > 0) & (slot < slots)
+    tl.store(kept_slots + place, tl.where(good, slot, 0).to(tl.int32), live)
+
+
+@triton.jit(do_not_specialize=["N", "M", "T", "slots", "dim", "off_m", "ck_m", "idx_n"])
+def keep_conv_kernel(
+    x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices,
+    N, M, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n,
+    PAST: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The last PAST inputs before a checkpoint, from the tokens x [T, dim] and, behind their start, the slot's state."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(dim, BD)
+    m, d = pid // blocks, pid % blocks * BD + tl.arange(0, BD)
+    cut = tl.load(checkpoint_offsets + m * off_m).to(tl.int64)
+    kept = tl.load(checkpoint_indices + m * ck_m).to(tl.int64)
+    # The last sequence that begins before the checkpoint; the ones after it that do are empty.
+    lo, hi = m * 0, m * 0 + N
+    while lo < hi:
+        mid = (lo + hi + 1) // 2
+        if tl.minimum(tl.maximum(tl.load(cu_seqlens + mid).to(tl.int64), 0), T) < cut:
+            lo = mid
+        else:
+            hi = mid - 1
+    if lo == N:
+        return
+    bos, eos = sequence_range(cu_seqlens, lo, N, T)
+    row = tl.load(indices + lo * idx_n).to(tl.int64)
+    live = (row > 0) & (row < slots)
+    if (cut <= bos) | (cut > eos) | (kept <= 0) | (kept >= slots) | (live == 0):
+        return
+    begins = live
+    if has_initial is not None:
+        begins = live & (tl.load(has_initial + lo) != 0)
+    w = tl.arange(0, BW)[:, None].to(tl.int64)
+    t = cut - PAST + w
+    m_wd = (w < PAST) & (d < dim)[None, :]
+    token = tl.load(x + t * x_t + d[None, :], m_wd & (t >= bos), 0.0).to(conv_state.dtype.element_ty)
+    old = tl.load(conv_state + row * s_n + (t - bos + PAST) * s_w + d[None, :] * s_d, m_wd & (t < bos) & begins, 0.0)
+    tl.store(conv_state + kept * s_n + w * s_w + d[None, :] * s_d, tl.where(t >= bos, token, old), m_wd)
+
+
+def cut(cu_seqlens, offsets, indices, T: int, slots: int) -> Checkpoints:
+    """Parts of sequences between checkpoints, on the device."""
+    N, M = cu_seqlens.numel() - 1, offsets.numel()
+    merged = torch.zeros(2 * (N + M + 1) + N + 1, dtype=torch.int32, device=cu_seqlens.device)
+    checkpoints = Checkpoints(*merged.split([N + M + 1, N + M + 1, N + 1]))
+    config = configs.pick("cut", entries=N + M + 1)
+    cut_kernel[(triton.cdiv(N + M + 1, config["B"]),)](
+        cu_seqlens, offsets, indices, *checkpoints, N, M, T, slots, offsets.stride(0), indices.stride(0), **config
+    )
+    return checkpoints
+
+
+def keep_conv_states(x, conv_state, W: int, cu_seqlens, indices, has_initial, offsets, kept) -> None:
+    """Convolution states at checkpoints `offsets` into slots `kept`; x [T, dim]."""
+    T, dim = x.shape
+    M, config = offsets.numel(), configs.pick("keep_conv", dim=dim)
+    keep_conv_kernel[(M * triton.cdiv(dim, config["BD"]),)](
+        x, conv_state, cu_seqlens, indices, has_initial, offsets, kept, cu_seqlens.numel() - 1, M, T,
+        conv_state.shape[0], dim, x.stride(0), *conv_state.stride(),
+        offsets.stride(0), kept.stride(0), indices.stride(0), PAST=W - 1, BW=triton.next_power_of_2(W - 1), **config,
+    )  # fmt: skip
+
+
+def kda_prefill(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
+    conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, checkpoint_offsets, checkpoint_indices,
+    out,
+):  # fmt: skip
+    """Launcher; the arguments as `kda.reference.prefill.kda_prefill` takes them. Returns the output."""
+    T, (HV, K), V, W = len(qkv), raw_g.shape[1:], out_gate.shape[2], conv_weight.shape[1]
+    slots = min(conv_state.shape[0], ssm_state.shape[0])
+    conv_state, ssm_state = conv_state[:slots], ssm_state[:slots]
+    if has_initial_state is None:
+        has_initial_state = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.bool, device=qkv.device)
+    checkpoints = None
+    if checkpoint_offsets is not None and checkpoint_offsets.numel() and T:
+        checkpoints = cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, T, slots)
+        keep_conv_states(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, checkpoint_offsets,
+                         checkpoint_indices)  # fmt: skip
+    x = conv.causal_conv1d_fn(qkv.t(), conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices,
+                              has_initial_state, True, ()).t()  # fmt: skip
+    H = (qkv.shape[1] - HV * V) // (2 * K)
+    q, k, v = x[None].split([H * K, H * K, HV * V], -1)
+    v = v.unflatten(-1, (HV, V))
+    o, _ = chunk.chunk_kda(
+        q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v, raw_g[None], beta[None], scale, ssm_state, False,
+        cu_seqlens, True, True, A_log, g_bias, lower_bound, None, ssm_state_indices, has_initial_state, checkpoints,
+    )  # fmt: skip
+    limit = None if out is None else cu_seqlens[-1:]
+    if out is None:
+        out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
+    if T:
+        norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit)
+    return out
