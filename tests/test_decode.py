@@ -6,7 +6,7 @@ import dataclasses
 import oracle
 import pytest
 import torch
-from helpers import (BF16, FP16, FP32, GPU, assert_accurate, assert_only_view_written, call, dtype_id, each_dtype,
+from helpers import (BF16, BOUNDS, FP16, FP32, GPU, assert_accurate, assert_only_view_written, call, dtype_id, each_dtype,
                      frame, gpu_subset, ints, needs_gpu, on_backends, rand, randn, state_dtype_of)
 
 import kda
@@ -143,6 +143,11 @@ def separate(x):
     return kda.rms_norm_gated(o[:, 0], x.out_gate, x.norm_weight, None, activation="sigmoid", eps=1e-5)
 
 
+def assert_near(o, other):
+    """Outputs of this operation and of the separate ones, which round once more: each may be off by the bound."""
+    assert o.isfinite().all() and oracle.err(o, other) <= 2 * BOUNDS[o.dtype]["output"]
+
+
 # ----------------------------------------------------------------------------------------------------------- what it is
 
 
@@ -165,14 +170,14 @@ def test_output_and_both_states_equal_the_oracle(backend, shape, gate, dtype):
 @pytest.mark.parametrize("dim_last", [True, False], ids=["conv-state-dim-last", "conv-state-dim-first"])
 @each_shape
 def test_it_equals_the_separate_operations(backend, shape, dim_last, dtype):
-    """The convolution states to the bit. The norm sees o before it is rounded: outputs differ by that rounding."""
+    """The convolution states to the bit."""
     x = make(**SHAPES[shape], dtype=dtype, device=backend.device, dim_last=dim_last, spare=2, seed=1)
     other = x.copy()
     want = separate(other)
     o = decode(x)
     assert torch.equal(x.conv_state.nan_to_num(3e4), other.conv_state.nan_to_num(3e4))
     assert oracle.err(x.ssm_state[x.slots], other.ssm_state[x.slots].double()) <= 1e-5
-    assert_accurate(o, want, dtype)
+    assert_near(o, want)
 
 
 @pytest.mark.parametrize("conv_dtype", [BF16, FP32], ids=lambda d: "conv-" + dtype_id(d))
@@ -243,7 +248,7 @@ def test_steps_continue_each_other(backend):
         want, _, state = expected(x)
         o = decode(x)
         assert_accurate(o, want, FP32)
-        assert_accurate(o, separate(other), FP32)
+        assert_near(o, separate(other))
         assert_accurate(x.ssm_state[x.slots], state, FP32, "state")
     assert torch.equal(x.conv_state[x.slots], other.conv_state[x.slots])
 
@@ -317,7 +322,7 @@ def test_65536_requests_times_heads(backend, N, H):
     x = make(N=N, H=H, K=16, V=16, device=backend.device)
     other = x.copy()
     o = decode(x)
-    assert_accurate(o, separate(other), BF16)
+    assert_near(o, separate(other))
     assert torch.equal(x.conv_state[1:-2].nan_to_num(), other.conv_state[1:-2].nan_to_num())
 
 

@@ -116,7 +116,7 @@ def chunk_walk_kernel(
     tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
     indices, has_initial, checkpoint_slots, parts,
     out_ptr, final_state,
-    segments,  # [segment slots, HV, V + K, K] fp32: E and F if MAPS, else the state that enters in E's place
+    segments,  # fp32 [segment slots, HV, ..]: E and F [V + K, K] if MAPS, else the state that enters [V, K]
     T, N, NC, slots, state_n, final_n, idx_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SEGMENT: tl.constexpr, MAPS: tl.constexpr, INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr,
@@ -175,7 +175,7 @@ def chunk_walk_kernel(
 
     S = tl.zeros([BV, BK], tl.float32)
     if SEGMENT:
-        p_segment = segments + (where * HV + hv) * (V + K) * K
+        p_segment = segments + (where * HV + hv) * (V + K if MAPS else V) * K
     if MAPS:
         if v0 >= NV * BV:
             S = tl.where(o_v[:, None] - NV * BV == o_k[None, :], 1.0, 0.0)
@@ -209,12 +209,12 @@ def chunk_walk_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "slots", "idx_n"])
 def chunk_combine_kernel(
-    segments, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
+    maps, entering, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TOKENS: tl.constexpr,
     INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr, IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """In place of each segment's E, the state that enters it; K is a power of two."""
+    """From the segments' E and F the state that enters each of them; K is a power of two."""
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
     n, hv, v0 = pid // (HV * NV), pid // NV % HV, pid % NV * BV
@@ -233,11 +233,11 @@ def chunk_combine_kernel(
         S += tl.load(initial_state + row * state_n + hv * V * K + o_vk, m_vk & begins, 0.0).to(tl.float32)
     left = (eos - bos).to(tl.int32)
     for _ in range(0, tl.maximum(tl.cdiv(left, TOKENS), 1)):
-        segment = segments + (where * HV + hv) * (V + K) * K
+        segment = maps + (where * HV + hv) * (V + K) * K
         on = (left > TOKENS) & live  # the last segment maps nothing
         E = tl.load(segment + o_vk, m_vk & on, 0.0)
         F = tl.load(segment + o_kk, on & (o_kk >= 0), 0.0)
-        tl.store(segment + o_vk, S, m_vk)
+        tl.store(entering + (where * HV + hv) * V * K + o_vk, S, m_vk)
         S = E + fine_dot(S, F, SPLIT, PRECISION)
         where += 1
         left -= TOKENS
@@ -265,10 +265,10 @@ def walk(
     (_, T, HV, V), C, BV = v.shape, cfg["C"], cfg["BV"]
     slices, varlen, split = -(-V // BV), cu_seqlens is not None, tiles.dtype == torch.bfloat16
     segment = 0 if checkpoints else segment_chunks(N, HV, T, K, slices, C, split, v.device)
-    places, segments = N, None
+    places, maps, entering = N, None, None
     if segment:
         places = T // (C * segment) + N if varlen else N * -(-NC // segment)
-        segments = torch.empty(places, HV, V + K, K, dtype=torch.float32, device=v.device)
+        maps, entering = (torch.empty(places, HV, n, K, dtype=torch.float32, device=v.device) for n in (V + K, V))
     state_n, final_n = (0 if state is None else state.stride(0) for state in (initial_state, final_state))
     slots, idx_n = (0, 0) if indices is None else (initial_state.shape[0], indices.stride(0))
     common = dict(
@@ -279,7 +279,7 @@ def walk(
     def launch(programs: int, MAPS: bool) -> None:
         chunk_walk_kernel[(programs,)](
             tiles, vectors, v, initial_state, cu_seqlens, indices, has_initial,
-            *((checkpoints.slots, checkpoints.parts) if checkpoints else (None, None)), out, final_state, segments,
+            *((checkpoints.slots, checkpoints.parts) if checkpoints else (None, None)), out, final_state, maps if MAPS else entering,
             T, N, NC, slots, state_n, final_n, idx_n, *v.stride()[:3], *out.stride()[:3],
             C=C, BK=max(configs.next_power_of_2(K), 16), BV=BV, SEGMENT=segment, MAPS=MAPS,
             CHECKPOINTS=checkpoints is not None, STORE_FINAL=final_state is not None, **common, **cfg["walk"],
@@ -288,7 +288,7 @@ def walk(
     if segment:
         launch(places * HV * (slices + -(-K // BV)), MAPS=True)
         chunk_combine_kernel[(N * HV * -(-V // 32),)](
-            segments, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
+            maps, entering, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
             BV=32, TOKENS=C * segment, SPLIT=split, **common, num_warps=8,
         )  # fmt: skip
     launch(places * HV * slices, MAPS=False)
