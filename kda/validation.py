@@ -18,6 +18,7 @@ STATES = (torch.float32, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
 HEAD_DIMS = range(16, 257)
 CONV_WIDTHS = range(2, 9)
+WINDOWS = range(1, 9)  # tokens of a speculative window
 
 
 MOST_SEEN = 1024

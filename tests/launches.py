@@ -68,7 +68,7 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
     pool, states = tensor(slots, H, D, D, dtype=FP32), tensor(N, H, D, D, dtype=FP32)
     conv_pool = tensor(slots, W - 1 + window, dim).transpose(1, 2)
     weight, norm_weight = tensor(dim, W, dtype=FP32), tensor(D, dtype=FP32)
-    qkv = tensor(T, dim)
+    qkv, records = tensor(T, dim), tensor(slots, window, H, 3 * D, dtype=FP32)
     one = dict(q=q[:, :N], k=k[:, :N], v=v[:, :N], g=g[:, :N], beta=beta[:, :N])
     rows = min(T // window, N)
     draft = {n: t[0, :rows * window].unflatten(0, (rows, window))
@@ -114,6 +114,13 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
             tensor(N, 4 * 256 + 8 * 80), tensor(N, 8, 256), tensor(N, 8), tensor(N, 8, 80),
             tensor(slots, 4 * 256 + 8 * 80, 3), tensor(slots, 8, 80, 256), index, tensor(4 * 256 + 8 * 80, 4),
             tensor(8, dtype=FP32), lower_bound=None, activation="silu", out=tensor(N, 8, 80)),
+        "kda_verify": lambda: kda.kda_verify(
+            qkv, g[0], beta[0], v[0], conv_pool, pool, records, index, cu, accepted, weight, A_log, g_bias, norm_weight),
+        "kda_verify/grouped": lambda: kda.kda_verify(
+            tensor(N, 4 * 256 + 8 * 80), tensor(N, 8, 256), tensor(N, 8), tensor(N, 8, 80),
+            tensor(slots, 4 * 256 + 8 * 80, 11), tensor(slots, 8, 80, 256), tensor(slots, 8, 8, 592, dtype=FP32), index,
+            cu, None, tensor(4 * 256 + 8 * 80, 4), tensor(8, dtype=FP32), lower_bound=None, activation="silu"),
+        "kda_commit": lambda: kda.kda_commit(conv_pool, pool, records, index, accepted),
         "rms_norm_gated": lambda: kda.rms_norm_gated(v[0], g[0], norm_weight, None, activation="sigmoid"),
         "rms_norm_gated/residual": lambda: kda.rms_norm_gated(v[0], g[0], norm_weight, norm_weight, residual=g[0],
                                                               prenorm=True),
@@ -154,7 +161,8 @@ def main(target, compiles):
     import kda
 
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, warp_size=TARGETS[target][2])
+    torch.cuda.get_device_properties = lambda device: properties
     triton.runtime.driver.set_active(PretendedDriver(GPUTarget(*TARGETS[target])))
     jit_run = JITFunction.run
     op = None

@@ -75,7 +75,7 @@ def products_at_once(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: 
     C: tl.constexpr = q.shape[0]
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     G = sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION)
-    up, k_down = tl.exp2(G), k * tl.exp2(-RANGE - G)
+    up, k_down = tl.exp2(G), k * tl.exp2(-G - RANGE)
     q_up, k_up, cols = cast(q * up, dt), cast(k * up, dt), tl.trans(cast(k_down, dt))
     kk = tl.where(r > s, dot(k_up, cols, None, PRECISION), 0.0)
     qk = tl.where(r > s, dot(q_up, cols, None, PRECISION), 0.0)

@@ -21,27 +21,39 @@ from kda.triton.tiles import cast, log_decay
 
 
 @triton.jit
-def convolve(x, history, weight, bias, m, sh_w, sw_w, W: tl.constexpr):
-    """silu of the convolution at the newest token, in fp32 but rounded as `x` is; pointers are [BD]."""
-    acc = tl.zeros(m.shape, tl.float32)
+def load_window(x, history, m, sh_w, W: tl.constexpr):
+    """The W newest inputs as the conv state holds them, the oldest first; pointers are [BD]."""
+    z = ()
     for w in tl.static_range(W - 1):
-        z = tl.load(history + w * sh_w, m, 0.0).to(tl.float32)
-        acc += z * tl.load(weight + w * sw_w, m, 0.0).to(tl.float32)
-    z = cast(tl.load(x, m, 0.0).to(tl.float32), history.dtype.element_ty).to(tl.float32)
-    acc += z * tl.load(weight + (W - 1) * sw_w, m, 0.0).to(tl.float32)
-    if bias is not None:
-        acc += tl.load(bias, m, 0.0).to(tl.float32)
-    acc *= tl.sigmoid(acc)
-    return cast(acc, x.dtype.element_ty).to(tl.float32)
+        z += (tl.load(history + w * sh_w, m, 0.0),)
+    return z + (cast(tl.load(x, m, 0.0).to(tl.float32), history.dtype.element_ty),)
 
 
 @triton.jit
-def move_on(x, history, m, sh_w, W: tl.constexpr):
-    """Columns 0 .. W - 2 of the conv state become 1 .. W - 2 and `x`: each is read before it is written."""
-    for w in tl.static_range(W - 2):
-        tl.store(history + w * sh_w, tl.load(history + (w + 1) * sh_w, m, 0.0), m)
-    z = cast(tl.load(x, m, 0.0).to(tl.float32), history.dtype.element_ty)
-    tl.store(history + (W - 2) * sh_w, z, m)
+def load_taps(weight, m, sw_w, W: tl.constexpr):
+    """The W weights of each channel."""
+    taps = ()
+    for w in tl.static_range(W):
+        taps += (tl.load(weight + w * sw_w, m, 0.0),)
+    return taps
+
+
+@triton.jit
+def convolve(z, taps, bias, W: tl.constexpr, dtype: tl.constexpr):
+    """silu of the convolution at the newest token, in fp32 but rounded to `dtype`."""
+    y = tl.zeros(z[0].shape, tl.float32)
+    for w in tl.static_range(W):
+        y += z[w].to(tl.float32) * taps[w].to(tl.float32)
+    if bias is not None:
+        y += bias.to(tl.float32)
+    return cast(y * tl.sigmoid(y), dtype).to(tl.float32)
+
+
+@triton.jit
+def store_window(history, z, m, sh_w, W: tl.constexpr):
+    """The conv state moves on: it holds all of the window but the oldest input."""
+    for w in tl.static_range(W - 1):
+        tl.store(history + w * sh_w, z[w + 1], m)
 
 
 @triton.jit
@@ -101,6 +113,7 @@ def kda_decode_kernel(
     n, h = pid // H, pid % H
     R: tl.constexpr = HV // H
     NV: tl.constexpr = (V + BV - 1) // BV
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
 
     slot = tl.load(indices + n * idx_n).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -120,26 +133,29 @@ def kda_decode_kernel(
     conv_ptr += slot * conv_n
     c_q = h * K + o_k
     c_k = c_q + H * K
-    bias_q, bias_k = None, None
+    z_q = load_window(x_ptr + c_q, conv_ptr + c_q * conv_d, m_k, conv_w, W)
+    z_k = load_window(x_ptr + c_k, conv_ptr + c_k * conv_d, m_k, conv_w, W)
+    w_q = load_taps(weight_ptr + c_q * weight_d, m_k, weight_w, W)
+    w_k = load_taps(weight_ptr + c_k * weight_d, m_k, weight_w, W)
+    b_q, b_k = None, None
     if conv_bias_ptr is not None:
-        bias_q, bias_k = conv_bias_ptr + c_q, conv_bias_ptr + c_k
-    q = convolve(x_ptr + c_q, conv_ptr + c_q * conv_d, weight_ptr + c_q * weight_d, bias_q, m_k, conv_w, weight_w, W)
-    k = convolve(x_ptr + c_k, conv_ptr + c_k * conv_d, weight_ptr + c_k * weight_d, bias_k, m_k, conv_w, weight_w, W)
+        b_q, b_k = tl.load(conv_bias_ptr + c_q, m_k, 0.0), tl.load(conv_bias_ptr + c_k, m_k, 0.0)
 
     if KI == BK:
         t_k, t_v = o_k[None, :], tl.arange(0, BV)[:, None]  # of the state tile
     else:
         t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
         t_v = tl.arange(0, BV)[None, :, None]
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + o_v, m_v, 0.0)
     for r in range(R):
         hv = h * R + r
         h_a = hv // (HV // HA)
-        y = tl.load(g_ptr + n * g_n + hv * g_h + o_k, m_k, 0.0).to(tl.float32)
-        A = tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32))
+        g = tl.load(g_ptr + n * g_n + hv * g_h + o_k, m_k, 0.0)
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + h_a * K + o_k, m_k, 0.0).to(tl.float32)
-        b = tl.sigmoid(tl.load(beta_ptr + n * beta_n + hv).to(tl.float32))
-        gate = tl.load(gate_ptr + n * gate_n + hv * gate_h + o_v, m_v, 0.0).to(tl.float32)
+            g_bias = tl.load(bias_ptr + h_a * K + o_k, m_k, 0.0)
+        A_log, beta = tl.load(A_log_ptr + h_a), tl.load(beta_ptr + n * beta_n + hv)
+        gate = tl.load(gate_ptr + n * gate_n + hv * gate_h + o_v, m_v, 0.0)
 
         o = tl.zeros(o_v.shape, tl.float32)
         for i in range(NV):
@@ -147,47 +163,59 @@ def kda_decode_kernel(
             c = v0 + tl.arange(0, BV)
             m_c = c < V
             c_v = 2 * H * K + hv * V + c
-            bias_v = None
+            z_v = load_window(x_ptr + c_v, conv_ptr + c_v * conv_d, m_c, conv_w, W)
+            w_v = load_taps(weight_ptr + c_v * weight_d, m_c, weight_w, W)
+            b_v = None
             if conv_bias_ptr is not None:
-                bias_v = conv_bias_ptr + c_v
-            v = convolve(
-                x_ptr + c_v, conv_ptr + c_v * conv_d, weight_ptr + c_v * weight_d, bias_v, m_c, conv_w, weight_w, W
-            )  # fmt: skip
+                b_v = tl.load(conv_bias_ptr + c_v, m_c, 0.0)
             state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
             m_s = (t_k < K) & (v0 + t_v < V)
-            if not STREAM:  # on its way while q, k and v are made
-                S = tl.load(state, m_s, 0.0).to(tl.float32)
-            tl.debug_barrier()  # a column is overwritten once every warp has read it
-            move_on(x_ptr + c_v, conv_ptr + c_v * conv_d, m_c, conv_w, W)
+            if not STREAM:  # the last load and the longest one: what follows is done while it is on its way
+                S_0 = tl.load(state, m_s, 0.0)
 
-            q_norm = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
-            k_norm = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-            kq = tl.sum(k * q, 0) * (k_norm * q_norm)
-            t_q, t_key = along_k(q * q_norm, KI), along_k(k * k_norm, KI)
-            decay = along_k(tl.exp(log_decay(y, A, lower_bound, 1.0, 20.0, BOUNDED)), KI)
-            if STREAM:  # a row is loaded, used and stored before the next one
-                S = tl.load(state, m_s, 0.0).to(tl.float32)
-            S *= decay
-            Sq = sum_k(S * t_q, KI, BK)
-            d = (v - sum_k(S * t_key, KI, BK)) * b
-            S += along_v(d, KI, BK) * t_key
-            tl.store(state, cast(S, state_ptr.dtype.element_ty), m_s)
-            Sq += d * kq  # of the new state
-            if NV == 1:
-                o = Sq
-            else:
-                o = tl.where(tl.arange(0, PV)[:, None] == i, Sq[None, :], o)
+            tl.debug_barrier()  # a conv state is overwritten once every warp has read it
+            store_window(conv_ptr + c_v * conv_d, z_v, m_c, conv_w, W)
+            if r + i == 0:
+                store_window(conv_ptr + c_q * conv_d, z_q, m_k, conv_w, W)
+                store_window(conv_ptr + c_k * conv_d, z_k, m_k, conv_w, W)
+            if STREAM:
+                loaded = True
+            else:  # it is; but a compiler that does not know leaves what follows behind the loads of S
+                loaded = tl.load(indices + n * idx_n) == slot
+            if loaded:
+                q, k = convolve(z_q, w_q, b_q, W, dtype), convolve(z_k, w_k, b_k, W, dtype)
+                v = convolve(z_v, w_v, b_v, W, dtype)
+                q_norm = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+                k_norm = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+                kq = tl.sum(k * q, 0) * (k_norm * q_norm)
+                q, k = along_k(q * q_norm, KI), along_k(k * k_norm, KI)
+                y = g.to(tl.float32)
+                if bias_ptr is not None:
+                    y += g_bias.to(tl.float32)
+                y = log_decay(y, tl.exp(A_log.to(tl.float32)), lower_bound, 1.0, 20.0, BOUNDED)
+                decay, b = along_k(tl.exp(y), KI), tl.sigmoid(beta.to(tl.float32))
+
+                if STREAM:  # a row is loaded, used and stored before the next one
+                    S_0 = tl.load(state, m_s, 0.0)
+                S = S_0.to(tl.float32) * decay
+                Sq = sum_k(S * q, KI, BK)
+                d = (v - sum_k(S * k, KI, BK)) * b
+                S += along_v(d, KI, BK) * k
+                tl.store(state, cast(S, state_ptr.dtype.element_ty), m_s)
+                Sq += d * kq  # of the new state
+                if NV == 1:
+                    o = Sq
+                else:
+                    o = tl.where(tl.arange(0, PV)[:, None] == i, Sq[None, :], o)
 
         o *= 1.0 / tl.sqrt(sum_all(o * o, NV) / V + eps)
         if norm_ptr is not None:
-            o *= tl.load(norm_ptr + o_v, m_v, 0.0).to(tl.float32)
+            o *= norm.to(tl.float32)
+        z = gate.to(tl.float32)
         if SILU:
-            o *= gate
-        o *= tl.sigmoid(gate)
+            o *= z
+        o *= tl.sigmoid(z)
         tl.store(out_ptr + r * out_h + o_v, cast(o, out_ptr.dtype.element_ty), m_v)
-
-    move_on(x_ptr + c_q, conv_ptr + c_q * conv_d, m_k, conv_w, W)
-    move_on(x_ptr + c_k, conv_ptr + c_k * conv_d, m_k, conv_w, W)
 
 
 _launch = Launch(kda_decode_kernel)

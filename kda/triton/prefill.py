@@ -89,7 +89,8 @@ def keep_conv_kernel(
     t = cut - PAST + w
     m_wd = (w < PAST) & (d < dim)[None, :]
     token = tl.load(x + t * x_t + d[None, :], m_wd & (t >= bos), 0.0).to(conv_state.dtype.element_ty)
-    old = tl.load(conv_state + row * s_n + (t - bos + PAST) * s_w + d[None, :] * s_d, m_wd & (t < bos) & begins, 0.0)
+    m_old = m_wd & (t < tl.where(begins, bos, bos - PAST))
+    old = tl.load(conv_state + row * s_n + (t - bos + PAST) * s_w + d[None, :] * s_d, m_old, 0.0)
     tl.store(conv_state + kept * s_n + w * s_w + d[None, :] * s_d, tl.where(t >= bos, token, old), m_wd)
 
 

@@ -58,16 +58,16 @@ def walk_chunks(
     p_v = v_ptr + (bos + i)[None, :] * v_t + o_v[:, None]
     p_out = out_ptr + (bos + i)[None, :] * out_t + o_v[:, None]
     left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
-    r_next = tl.load(p_r, (i < C) & (left > 0), 0.0)
-    decay_next = tl.load(p_decay, m_k & (left > 0), 0.0)
+    r_next = tl.load(p_r, i < tl.where(left > 0, C, 0), 0.0)
+    decay_next = tl.load(p_decay, o_k < tl.where(left > 0, K, 0), 0.0)
 
     # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
     for _ in range(0, tl.cdiv(left, C)):
         r, decay = r_next, decay_next
         p_r += HV * (C + K)
         p_decay += HV * (C + K)
-        r_next = tl.load(p_r, (i < C) & (left > C), 0.0)  # [C]
-        decay_next = tl.load(p_decay, m_k & (left > C), 0.0)  # [K]
+        r_next = tl.load(p_r, i < tl.where(left > C, C, 0), 0.0)  # [C]
+        decay_next = tl.load(p_decay, o_k < tl.where(left > C, K, 0), 0.0)  # [K]
         m_vt = m_v[:, None] & (i < left)[None, :]
         v = tl.load(p_v, m_vt, 0.0).to(dt)  # [V, C]
         UR = tl.load(p_ur)  # [2 C, C]
@@ -182,7 +182,8 @@ def chunk_walk_kernel(
     elif SEGMENT:
         S = tl.load(p_segment + o_v[:, None] * K + o_k[None, :], m_vk, 0.0)
     elif HAS_INITIAL:
-        S += tl.load(initial_state + row * state_n + o_vk, m_vk & begins, 0.0).to(tl.float32)
+        m_begins = m_v[:, None] & (o_k < tl.where(begins, K, 0))[None, :]
+        S += tl.load(initial_state + row * state_n + o_vk, m_begins, 0.0).to(tl.float32)
 
     S = walk_chunks(
         S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
@@ -191,8 +192,8 @@ def chunk_walk_kernel(
     if CHECKPOINTS:
         for p in range(part + 1, end):
             kept = tl.load(checkpoint_slots + p).to(tl.int64)
-            p_kept = final_state + kept * final_n + o_vk
-            tl.store(p_kept, cast(S, final_state.dtype.element_ty), m_vk & (kept > 0) & (kept < slots))
+            if (kept > 0) & (kept < slots):
+                tl.store(final_state + kept * final_n + o_vk, cast(S, final_state.dtype.element_ty), m_vk)
             bos, eos = sequence_range(cu_seqlens, p, end, T)
             S = walk_chunks(
                 S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, first_slot(cu_seqlens, p, T, C) * HV + hv,
@@ -226,16 +227,18 @@ def chunk_combine_kernel(
         bos, eos = n * 0, n * 0 + T
         where = n * tl.cdiv(T, TOKENS)
     o_v, o_k = v0 + tl.arange(0, BV), tl.arange(0, K)
-    m_vk = (o_v < V)[:, None] & (o_k < K)[None, :]
+    m_v = (o_v < V)[:, None]
+    m_vk = m_v & (o_k < K)[None, :]
     o_vk, o_kk = o_v[:, None] * K + o_k[None, :], V * K + o_k[:, None] * K + o_k[None, :]
     S = tl.zeros([BV, K], tl.float32)
     if HAS_INITIAL:
-        S += tl.load(initial_state + row * state_n + hv * V * K + o_vk, m_vk & begins, 0.0).to(tl.float32)
+        m_begins = m_v & (o_k < tl.where(begins, K, 0))[None, :]
+        S += tl.load(initial_state + row * state_n + hv * V * K + o_vk, m_begins, 0.0).to(tl.float32)
     left = (eos - bos).to(tl.int32)
     for _ in range(0, tl.maximum(tl.cdiv(left, TOKENS), 1)):
         segment = maps + (where * HV + hv) * (V + K) * K
-        on = (left > TOKENS) & live  # the last segment maps nothing
-        E = tl.load(segment + o_vk, m_vk & on, 0.0)
+        on = (o_k < tl.where((left > TOKENS) & live, K, 0))[None, :]  # the last segment maps nothing
+        E = tl.load(segment + o_vk, m_v & on, 0.0)
         F = tl.load(segment + o_kk, on & (o_kk >= 0), 0.0)
         tl.store(entering + (where * HV + hv) * V * K + o_vk, S, m_vk)
         S = E + fine_dot(S, F, SPLIT, PRECISION)

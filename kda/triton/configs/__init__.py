@@ -26,15 +26,25 @@ def _recurrent(V: int, device: torch.device, **_) -> dict:
     return {"BV": BV, "STREAM": on_cpu, "num_warps": 1, "num_stages": 3}
 
 
+@functools.cache
+def _warp_size(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip is None:
+        return 32
+    return getattr(torch.cuda.get_device_properties(device), "warp_size", 32)
+
+
 def _decode(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
-    # One program sees all of a value head, for its norm. On a GPU the state stays in registers (BV of them a thread),
-    # loaded at once; a row of K lies in 8 lanes of 16 bytes, so that a sum over it takes 3 shuffles. With a thread for
-    # each key channel the convolutions are done once a program.
+    # One program sees all of a value head, for its norm. On a GPU the state passes through registers, 128 a thread (at
+    # 128 x 128 all of it at once); a row of K lies in 8 lanes of 16 bytes, so that a sum over it takes 3 shuffles. With
+    # a thread for each key channel (and not two) Triton does the convolutions once a program.
     BK, BV = next_power_of_2(K), next_power_of_2(V)
     if device.type == "cpu":
         return {"BV": BV, "KI": BK, "STREAM": True, "num_warps": 1, "num_stages": 1}
-    warps = min(max(BK // 32, 1), 8)
-    return {"BV": min(BV, 128), "KI": min(BK, 128 // itemsize), "STREAM": False, "num_warps": warps, "num_stages": 1}
+    threads = min(max(BK, 32), 128)
+    return {
+        "BV": min(BV, 128 * threads // BK, 128), "KI": min(BK, 128 // itemsize), "STREAM": False,
+        "num_warps": max(threads // _warp_size(device), 1), "num_stages": 1,
+    }  # fmt: skip
 
 
 @functools.cache
@@ -69,6 +79,13 @@ def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.de
         "intra": {"num_warps": 4, "num_stages": 1},
         "walk": {"num_warps": 4 if BV >= 32 else 2, "num_stages": 1},
     }  # fmt: skip
+
+
+def _speculative(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
+    # As in decode, but a state stays for all tokens of a window: on a CPU in slices that its nearest cache holds.
+    cfg = _decode(K=K, V=V, itemsize=itemsize, device=device)
+    BV = min(cfg["BV"], 64) if device.type == "cpu" else cfg["BV"]
+    return {"BV": BV, "KI": cfg["KI"], "num_warps": cfg["num_warps"], "num_stages": 1}
 
 
 def _conv_fwd(dim: int, **_) -> dict:
@@ -114,6 +131,8 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
     "chunk": _chunk,
     "fused_recurrent": _recurrent,
     "kda_decode": _decode,
+    "kda_verify": _speculative,
+    "kda_commit": _speculative,
 }
 
 

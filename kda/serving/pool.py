@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of all requests of an engine: a slot each, in memory that the operations read and write in place.
+
+One slot number serves all layers. In each layer a slot is one page: the recurrent state [HV, V, K], then the convolution
+state [dim, columns], then what padding the page has. So a fork is one copy, whatever the number of layers.
+
+Which slots are whose is known on the host alone: to allocate, free or fork waits for nothing, and what touches memory is
+queued on the current stream as the operations are. Not for several threads at once.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda import validation as check
+from kda.serving.snapshot import Geometry, PoolError, Snapshot, SnapshotMismatch
+
+PAGE_ALIGNMENT = 256  # bytes: what the operations' widest loads like
+_NAN = -1  # all bits set: NaN in every dtype of a state
+
+
+class OutOfSlots(PoolError, RuntimeError):
+    """Fewer slots are free than were asked for; nothing was allocated."""
+
+
+class ForeignSlot(PoolError, ValueError):
+    """Not a slot that a request can own: the null slot, or a number outside the pool."""
+
+
+class NotAllocated(PoolError, ValueError):
+    """A slot of the pool that no request owns: freed before, or never allocated."""
+
+
+class LayerStates(NamedTuple):
+    """One layer's states, as the operations take them.
+
+    Attributes:
+        conv_state: [slots, dim, columns], a token's channels dense in memory.
+        ssm_state: [slots, HV, V, K], each slot dense.
+    """
+
+    conv_state: Tensor
+    ssm_state: Tensor
+
+
+class StatePool:
+    """Slots for the recurrent and convolution states of requests, for one layer or many.
+
+    Slot 0 is the null slot: it belongs to padding rows and is never handed out. A slot that is allocated anew holds what
+    its last owner left. Prefill starts it from zeros where `has_initial_state` is false, which costs nothing; for a first
+    step without that flag (decode, speculative verify), ask for zeros: `allocate(zero=True)`. Under `KDA_CHECK=1` slots
+    that nobody owns are filled with NaN, which shows who reads one.
+
+    Args:
+        slots: number of slots, the null slot included; 2 or more.
+        geometry: what a slot holds.
+        page_bytes: bytes from one slot to the next in a layer, as an engine's page pool has them: a multiple of 256 that
+            both states fit into. None: the smallest.
+        device: where the states live.
+
+    Attributes:
+        slots, geometry, page_bytes, device: as given.
+        layers: one `LayerStates` a layer, views of the pages.
+        pages: [layers, slots, page_bytes / 8] int64, all memory of the pool.
+
+    Example:
+        >>> from kda.serving import Geometry, StatePool
+        >>> pool = StatePool(8, Geometry(HV=2, V=32, K=32, dim=192, layers=3))
+        >>> first, second = pool.allocate(2)
+        >>> conv_state, ssm_state = pool.layers[0]  # arguments of kda_prefill, kda_decode, ..
+        >>> conv_state.shape, ssm_state.shape
+        (torch.Size([8, 192, 3]), torch.Size([8, 2, 32, 32]))
+        >>> saved = pool.snapshot(first, tokens=5)  # in host memory
+        >>> pool.free([first, second])
+        >>> pool.restore(saved), pool.available, pool.bytes_per_slot
+        (1, 6, 28416)
+    """
+
+    def __init__(
+        self, slots: int, geometry: Geometry, *, page_bytes: int | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        if type(slots) is not int or slots < 2:
+            check.refuse("slots", repr(slots), "an integer, 2 or more: the null slot and one to use")
+        conv_start = -(-geometry.ssm_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        least = -(-(conv_start + geometry.conv_bytes) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        page_bytes = least if page_bytes is None else page_bytes
+        if type(page_bytes) is not int or page_bytes < least or page_bytes % PAGE_ALIGNMENT:
+            check.refuse("page_bytes", repr(page_bytes), f"a multiple of {PAGE_ALIGNMENT}, {least} or more")
+        self.slots, self.geometry, self.page_bytes = slots, geometry, page_bytes
+        self.pages = torch.zeros(geometry.layers, slots, page_bytes // 8, dtype=torch.int64, device=device)
+        self.device = self.pages.device
+        if check.checking():
+            self.pages.fill_(_NAN)
+        ssm = self.pages.view(geometry.state_dtype)[..., : geometry.HV * geometry.V * geometry.K]
+        conv = self.pages.view(geometry.conv_dtype)[..., conv_start // geometry.conv_dtype.itemsize :]
+        conv = conv[..., : geometry.dim * geometry.columns]
+        self._ssm_states = ssm.unflatten(-1, (geometry.HV, geometry.V, geometry.K))
+        self._conv_states = conv.unflatten(-1, (geometry.columns, geometry.dim)).mT
+        self.layers = tuple(map(LayerStates, self._conv_states, self._ssm_states))
+        self._free = list(range(slots - 1, 0, -1))  # a stack: the slot freed last, perhaps still in a cache, goes first
+        self._owned: set[int] = set()
+
+    # -------------------------------------------------------------------------------------------------- who owns what
+
+    def allocate(self, n: int | None = None, *, zero: bool = False) -> int | list[int]:
+        """A slot or, given `n`, a list of n slots; with `zero` their states become zeros.
+
+        Raises:
+            OutOfSlots: fewer than n are free; nothing is allocated then.
+        """
+        count = 1 if n is None else operator.index(n)
+        if count < 0:
+            check.refuse("n", n, "0 or more")
+        if count > len(self._free):
+            raise OutOfSlots(f"{count} slots were asked for and {len(self._free)} of {self.slots - 1} are free")
+        new = [self._free.pop() for _ in range(count)]
+        self._owned.update(new)
+        if zero:
+            self.zero(new)
+        return new[0] if n is None else new
+
+    def free(self, slots: int | Iterable[int]) -> None:
+        """Gives one slot or several back.
+
+        Raises:
+            NotAllocated: one is not in use (a double free, also twice in this call), or ForeignSlot: one cannot be.
+                Nothing is freed then.
+        """
+        gone = self.owned(slots)
+        if len(set(gone)) < len(gone):
+            check.refuse("slots", gone, "every slot once", NotAllocated)
+        self._owned.difference_update(gone)
+        self._free.extend(reversed(gone))
+        if check.checking():
+            for slot in gone:
+                self.pages[:, slot].fill_(_NAN)
+
+    def owned(self, slots: int | Iterable[int]) -> list[int]:
+        """`slots` as a list, if all of them are in use; otherwise raises ForeignSlot or NotAllocated."""
+        found = [_number(slot) for slot in ([slots] if not isinstance(slots, Iterable) else slots)]
+        for slot in found:
+            if not 0 < slot < self.slots:
+                what = "the null slot" if slot == 0 else f"slot {slot}"
+                check.refuse("slots", what, f"slots 1 to {self.slots - 1} of this pool", ForeignSlot)
+            if slot not in self._owned:
+                check.refuse("slots", f"slot {slot}, which is not in use", "slots from allocate()", NotAllocated)
+        return found
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether the slot is in use."""
+        return slot in self._owned
+
+    @property
+    def in_use(self) -> list[int]:
+        """The slots in use, in ascending order."""
+        return sorted(self._owned)
+
+    @property
+    def available(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    # ----------------------------------------------------------------------------------------------------- the states
+
+    def zero(self, slots: int | Iterable[int]) -> None:
+        """Sets the states of slots in use to zeros."""
+        for slot in self.owned(slots):
+            self.pages[:, slot].zero_()
+
+    def fork(self, slot: int, n: int | None = None) -> int | list[int]:
+        """A new slot or, given `n`, a list of n new slots, with the states of `slot` as they are now.
+
+        Raises OutOfSlots, ForeignSlot or NotAllocated, and nothing is allocated then.
+        """
+        (source,) = self.owned([slot])
+        new = self.allocate(n)
+        for target in [new] if n is None else new:
+            self.pages[:, target].copy_(self.pages[:, source])
+        return new
+
+    def snapshot(self, slot: int, tokens: int = 0) -> Snapshot:
+        """The states of `slot` as they are now, in host memory. Waits for the device.
+
+        For a token inside a prompt, let `kda_prefill` leave its checkpoint in a slot, and take that slot's.
+
+        Args:
+            tokens: how many tokens the request has seen, noted in the snapshot.
+        """
+        (slot,) = self.owned([slot])
+        host = [torch.empty(x[:, slot].shape, dtype=x.dtype).copy_(x[:, slot]) for x in (self._conv_states, self._ssm_states)]
+        return Snapshot(self.geometry, *host, tokens)
+
+    def restore(self, snapshot: Snapshot, slot: int | None = None) -> int:
+        """Writes the states of `snapshot` to `slot`, or to a new one (None), and returns it.
+
+        Any pool of the same geometry will do, also one of other pages or on another device. A request goes on from there
+        with `has_initial_state` true.
+
+        Raises:
+            SnapshotMismatch: the geometry or a dtype differs. OutOfSlots, ForeignSlot, NotAllocated: as above.
+        """
+        if snapshot.geometry != self.geometry:
+            got = f"states with {self.geometry.differences(snapshot.geometry)}"
+            check.refuse("snapshot", got, f"states of {self.geometry}", SnapshotMismatch)
+        slot = self.allocate() if slot is None else self.owned([slot])[0]
+        self._conv_states[:, slot].copy_(snapshot.conv_state, non_blocking=True)
+        self._ssm_states[:, slot].copy_(snapshot.ssm_state, non_blocking=True)
+        return slot
+
+    # ----------------------------------------------------------------------------------------------------- its memory
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot in all layers, padding included."""
+        return self.geometry.layers * self.page_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.slots * self.bytes_per_slot
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the slots in use."""
+        return len(self._owned) * self.bytes_per_slot
+
+    def __repr__(self) -> str:
+        used = f"{len(self._owned)} of {self.slots - 1} slots in use"
+        return f"StatePool({self.geometry}, {used}, {self.nbytes} bytes on {self.device})"
+
+
+def _number(slot) -> int:
+    # a tensor would do too, at the price of a synchronisation that no one would see
+    if isinstance(slot, (bool, Tensor)) or not hasattr(slot, "__index__"):
+        check.refuse("slots", type(slot).__name__, "integers", TypeError)
+    return operator.index(slot)

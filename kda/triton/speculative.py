@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding from one checkpoint a request and a record of each draft token; contract.md section 2.
+
+    verify    as decode, token after token, on a copy of the state; of each token k^ [K], exp(y) [K] and d [V] are kept
+    commit    S = S * exp(y) + d k^T for the accepted tokens, in one pass over the state
+
+A record says all that a token does to the state, in 2 K + V values instead of V K. The conv state holds the checkpoint's
+W - 1 columns and behind them the inputs of the window; with `a` tokens accepted columns a .. a + W - 2 are the history.
+What commit computes has the bits of what verify went on with: both multiply, then take one fma.
+
+As in decode.py a program takes a request and a key head through all of the head's value heads, whose states pass through
+registers in slices [BV, K]; the tokens of a window are rows of tiles [PT, .]. Verify can commit the last window first.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from kda.triton import configs
+from kda.triton.conv import conv_tile
+from kda.triton.decode import along_k, along_v, sum_k
+from kda.triton.launch import Launch
+from kda.triton.tiles import cast, log_decay, sequence_range
+
+
+@triton.jit
+def request(indices, accepted, n, N, slots, window, idx_n, acc_n):
+    """Slot of row `n`, how many records are to be applied, and whether all that is in range."""
+    slot = tl.load(indices + n * idx_n, n < N, 0).to(tl.int64)
+    count = n * 0
+    if accepted is not None:
+        count += tl.load(accepted + n * acc_n, n < N, 0).to(tl.int64)
+    return slot, count, (slot > 0) & (slot < slots) & (count >= 0) & (count <= window)
+
+
+@triton.jit
+def pick(x, t):
+    """Row `t` of a tile [PT, D]: a sum with one term."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == t, x, 0.0), 0)
+
+
+@triton.jit
+def step(S, k, decay, d, KI: tl.constexpr, BK: tl.constexpr):
+    """The decayed state takes a token up. An fma said in words: no compiler chooses which product it rounds."""
+    return tl.fma(along_v(d, KI, BK), along_k(k, KI), S * along_k(decay, KI))
+
+
+@triton.jit
+def apply_records(S, record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, KI: tl.constexpr, BK: tl.constexpr):
+    """The state after `count` tokens."""
+    for t in range(count):
+        row = record + t * rec_t
+        k, decay = tl.load(row + o_k, m_k, 0.0), tl.load(row + K + o_k, m_k, 0.0)
+        S = step(S, k, decay, tl.load(row + 2 * K + o_v, m_v, 0.0), KI, BK)
+    return S
+
+
+@triton.jit
+def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
+    """Columns 0 .. W - 2 of the conv state become columns count .. count + W - 2; `state` is [BD] pointers."""
+    w = tl.arange(0, BW)[:, None]  # [BW, BD]
+    m_w = m[None, :] & (w < tl.where(count > 0, W - 1, 0))
+    z = tl.load(state[None, :] + (w + count) * sh_w, m_w, 0.0)
+    tl.debug_barrier()  # a column is overwritten once every warp has read it
+    tl.store(state[None, :] + w * sh_w, z, m_w)
+
+
+@triton.jit
+def window_tile(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
+                W: tl.constexpr, BW: tl.constexpr, PT: tl.constexpr):  # fmt: skip
+    """[PT, BD] convolved tokens, rounded as `x` is; the conv state commits and takes the tokens up behind its history."""
+    BD: tl.constexpr = m.shape[0]
+    y = conv_tile(x, state + count * sh_w, weight, bias, 0, L, W - 1, m, x_t, sh_w, sw_w, True, W, PT, BD)
+    move_history(state, count, m, sh_w, W, BW)
+    t = tl.arange(0, PT)[:, None].to(tl.int64)
+    m_t = m[None, :] & (t < L)
+    z = tl.load(x[None, :] + t * x_t, m_t, 0.0).to(tl.float32)
+    tl.store(state[None, :] + (W - 1 + t) * sh_w, cast(z, state.dtype.element_ty), m_t)
+    return cast(y, x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def state_tile(o_k, BV: tl.constexpr, KI: tl.constexpr):
+    """Columns and rows of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
+    BK: tl.constexpr = o_k.shape[0]
+    if KI == BK:
+        return o_k[None, :], tl.arange(0, BV)[:, None]
+    else:
+        t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
+        return t_k, tl.arange(0, BV)[None, :, None]
+
+
+# Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
+@triton.jit(
+    do_not_specialize=["N", "T", "slots", "window", "idx_n", "acc_n"],
+    do_not_specialize_on_alignment=[
+        "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "record_ptr", "out_ptr", "x_t", "g_t", "g_h", "beta_t",
+        "gate_t", "gate_h", "conv_n", "conv_d", "conv_w", "rec_n", "out_t", "out_h",
+    ],
+)  # fmt: skip
+def kda_verify_kernel(
+    x_ptr, g_ptr, beta_ptr, gate_ptr, indices, cu_seqlens, accepted, weight_ptr, conv_bias_ptr, A_log_ptr, bias_ptr,
+    norm_ptr,  # inputs
+    conv_ptr, state_ptr, record_ptr, out_ptr,
+    scale, lower_bound, eps, N, T, slots, window,
+    x_t, g_t, g_h, beta_t, gate_t, gate_h, idx_n, acc_n, weight_d, weight_w, conv_n, conv_d, conv_w, state_n, rec_n, out_t,
+    out_h,
+    H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PV: tl.constexpr, PT: tl.constexpr, KI: tl.constexpr,
+    BOUNDED: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    n, h = pid // H, pid % H
+    R: tl.constexpr = HV // H
+    NV: tl.constexpr = (V + BV - 1) // BV
+    RECORD: tl.constexpr = 2 * K + V
+    bos, eos = sequence_range(cu_seqlens, n, N, T)
+    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n)
+    L = tl.where(live, tl.minimum(eos - bos, window), 0)
+
+    o_t = tl.arange(0, PT).to(tl.int64)
+    o_v = tl.arange(0, PV)[:, None] * BV + tl.arange(0, BV)[None, :]  # [PV, BV] all outputs of a value head
+    out_ptr += h * R * out_h
+    for t in range(bos + L, eos):  # padding, tokens past the window, the tail that belongs to no row (n == N)
+        for r in range(R):
+            tl.store(out_ptr + t * out_t + r * out_h + o_v, tl.zeros(o_v.shape, out_ptr.dtype.element_ty), o_v < V)
+    if not live:
+        return
+
+    o_k = tl.arange(0, BK)
+    m_t, m_k = o_t < L, o_k < K
+    m_tk = m_t[:, None] & m_k[None, :]
+    x_ptr += bos * x_t
+    conv_ptr += slot * conv_n
+    record_ptr += slot * rec_n
+    c_q = h * K + o_k
+    c_k = c_q + H * K
+    bias_q, bias_k = None, None
+    if conv_bias_ptr is not None:
+        bias_q, bias_k = conv_bias_ptr + c_q, conv_bias_ptr + c_k
+    q = window_tile(x_ptr + c_q, conv_ptr + c_q * conv_d, weight_ptr + c_q * weight_d, bias_q, count, L, m_k, x_t,
+                    conv_w, weight_w, W, BW, PT)  # fmt: skip
+    k = window_tile(x_ptr + c_k, conv_ptr + c_k * conv_d, weight_ptr + c_k * weight_d, bias_k, count, L, m_k, x_t,
+                    conv_w, weight_w, W, BW, PT)  # fmt: skip
+    q *= (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6))[:, None]
+    k *= (1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
+    kq = tl.sum(k * q, 1)  # [PT]
+
+    t_k, t_v = state_tile(o_k, BV, KI)
+    for r in range(R):
+        hv = h * R + r
+        h_a = hv // (HV // HA)
+        y = tl.load(g_ptr + (bos + o_t)[:, None] * g_t + hv * g_h + o_k[None, :], m_tk, 0.0).to(tl.float32)
+        A = tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32))
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + h_a * K + o_k, m_k, 0.0).to(tl.float32)[None, :]
+        decay = tl.exp(log_decay(y, A, lower_bound, 1.0, 20.0, BOUNDED))
+        b = tl.sigmoid(tl.load(beta_ptr + (bos + o_t) * beta_t + hv, m_t, 0.0).to(tl.float32))
+        o_tv = (bos + o_t)[:, None, None] * gate_t + hv * gate_h + o_v[None, :, :]
+        m_tv = m_t[:, None, None] & (o_v < V)[None, :, :]
+        gate = tl.load(gate_ptr + o_tv, m_tv, 0.0).to(tl.float32)
+
+        record = record_ptr + hv * RECORD
+        o = tl.zeros([PT, PV, BV], tl.float32)
+        for i in range(NV):
+            v0 = i * BV
+            c = v0 + tl.arange(0, BV)
+            m_c = c < V
+            c_v = 2 * H * K + hv * V + c
+            bias_v = None
+            if conv_bias_ptr is not None:
+                bias_v = conv_bias_ptr + c_v
+            v = window_tile(x_ptr + c_v, conv_ptr + c_v * conv_d, weight_ptr + c_v * weight_d, bias_v, count, L, m_c, x_t,
+                            conv_w, weight_w, W, BW, PT)  # fmt: skip
+            state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
+            m_s = (t_k < K) & (v0 + t_v < V)
+            S = tl.load(state, m_s, 0.0).to(tl.float32)
+            if count > 0:
+                S = apply_records(S, record, count, o_k, m_k, c, m_c, HV * RECORD, K, KI, BK)
+                checkpoint = cast(S, state_ptr.dtype.element_ty)
+                tl.store(state, checkpoint, m_s)
+                S = checkpoint.to(tl.float32)
+                tl.debug_barrier()  # a record is overwritten once every warp has read it
+            for t in range(L):
+                k_t, decay_t = pick(k, t), pick(decay, t)
+                t_S = S * along_k(decay_t, KI)
+                d = pick(v, t) - sum_k(t_S * along_k(k_t, KI), KI, BK)
+                d *= tl.sum(tl.where(o_t == t, b, 0.0), 0)
+                o_i = sum_k(t_S * along_k(pick(q, t), KI), KI, BK) + d * tl.sum(tl.where(o_t == t, kq, 0.0), 0)
+                S = step(S, k_t, decay_t, d, KI, BK)
+                tl.store(record + t * HV * RECORD + 2 * K + c, d, m_c)
+                here = (o_t == t)[:, None, None] & (tl.arange(0, PV) == i)[None, :, None]
+                o = tl.where(here, o_i[None, None, :], o)
+        row = record + o_t[:, None] * (HV * RECORD) + o_k[None, :]
+        tl.store(row, k, m_tk)
+        tl.store(row + K, decay, m_tk)
+
+        o *= (1.0 / tl.sqrt(tl.sum(tl.sum(o * o, 2), 1) / V + eps))[:, None, None]
+        if norm_ptr is not None:
+            o *= tl.load(norm_ptr + o_v, o_v < V, 0.0).to(tl.float32)[None, :, :]
+        if SILU:
+            o *= gate
+        o *= tl.sigmoid(gate)
+        o_tv = (bos + o_t)[:, None, None] * out_t + r * out_h + o_v[None, :, :]
+        tl.store(out_ptr + o_tv, cast(o, out_ptr.dtype.element_ty), m_tv)
+
+
+@triton.jit(
+    do_not_specialize=["N", "slots", "window", "idx_n", "acc_n"],
+    do_not_specialize_on_alignment=["conv_ptr", "record_ptr", "conv_n", "conv_d", "conv_w", "rec_n"],
+)
+def kda_commit_kernel(
+    indices, accepted, record_ptr, conv_ptr, state_ptr, N, slots, window, idx_n, acc_n, rec_n, conv_n, conv_d, conv_w,
+    state_n,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, KI: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    n, h = pid // H, pid % H
+    R: tl.constexpr = HV // H
+    NV: tl.constexpr = (V + BV - 1) // BV
+    RECORD: tl.constexpr = 2 * K + V
+    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n)
+    if not (live & (count > 0)):
+        return
+
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    conv_ptr += slot * conv_n
+    c_q = h * K + o_k
+    move_history(conv_ptr + c_q * conv_d, count, m_k, conv_w, W, BW)
+    move_history(conv_ptr + (c_q + H * K) * conv_d, count, m_k, conv_w, W, BW)
+    t_k, t_v = state_tile(o_k, BV, KI)
+    for r in range(R):
+        hv = h * R + r
+        record = record_ptr + slot * rec_n + hv * RECORD
+        for i in range(NV):
+            v0 = i * BV
+            c = v0 + tl.arange(0, BV)
+            move_history(conv_ptr + (2 * H * K + hv * V + c) * conv_d, count, c < V, conv_w, W, BW)
+            state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
+            m_s = (t_k < K) & (v0 + t_v < V)
+            S = tl.load(state, m_s, 0.0).to(tl.float32)
+            S = apply_records(S, record, count, o_k, m_k, c, c < V, HV * RECORD, K, KI, BK)
+            tl.store(state, cast(S, state_ptr.dtype.element_ty), m_s)
+
+
+_verify = Launch(kda_verify_kernel)
+_commit = Launch(kda_commit_kernel)
+
+
+def kda_verify(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out, seen=None,
+):  # fmt: skip
+    """Launcher; the arguments as `kda.reference.speculative.kda_verify` takes them. Returns the output."""
+    T, HV, V, K = len(qkv), *ssm_state.shape[1:]
+    fresh = out is None
+    if fresh:
+        out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
+    tensors = (
+        qkv, raw_g, beta, out_gate, ssm_state_indices, cu_seqlens, num_accepted_tokens, conv_weight, conv_bias, A_log,
+        g_bias, norm_weight, conv_state, ssm_state, records, out,
+    )  # fmt: skip
+    if _verify.again(seen, tensors):
+        return out
+    N, window, W = len(ssm_state_indices), records.shape[1], conv_weight.shape[1]
+    H, rows = (qkv.shape[1] - HV * V) // (2 * K), N + (fresh and T > 0)  # one more row clears what no row owns
+    if not rows:
+        return out
+    cfg = configs.pick("kda_verify", K=K, V=V, itemsize=ssm_state.element_size(), device=qkv.device)
+    _verify(
+        seen, rows * H, tensors,
+        (scale, 0.0 if lower_bound is None else lower_bound, eps, N, T,
+         min(len(conv_state), len(ssm_state), len(records)), window, qkv.stride(0), *raw_g.stride()[:2], beta.stride(0),
+         *out_gate.stride()[:2], ssm_state_indices.stride(0),
+         0 if num_accepted_tokens is None else num_accepted_tokens.stride(0), *conv_weight.stride(),
+         *conv_state.stride(), ssm_state.stride(0), records.stride(0), *out.stride()[:2]),
+        H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K),
+        PV=configs.next_power_of_2(-(-V // cfg["BV"])), PT=configs.next_power_of_2(window),
+        BOUNDED=lower_bound is not None, SILU=activation == "silu", **cfg,
+    )  # fmt: skip
+    return out
+
+
+def kda_commit(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, seen=None):
+    """Launcher; the arguments as `kda.reference.speculative.kda_commit` takes them."""
+    tensors = (ssm_state_indices, num_accepted_tokens, records, conv_state, ssm_state)
+    N, window = len(ssm_state_indices), records.shape[1]
+    if not N or _commit.again(seen, tensors):
+        return
+    HV, V, K = ssm_state.shape[1:]
+    dim, W = conv_state.shape[1], conv_state.shape[2] + 1 - window
+    H = (dim - HV * V) // (2 * K)
+    cfg = configs.pick("kda_commit", K=K, V=V, itemsize=ssm_state.element_size(), device=ssm_state.device)
+    _commit(
+        seen, N * H, tensors,
+        (N, min(len(conv_state), len(ssm_state), len(records)), window, ssm_state_indices.stride(0),
+         num_accepted_tokens.stride(0), records.stride(0), *conv_state.stride(), ssm_state.stride(0)),
+        H=H, HV=HV, K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K), **cfg,
+    )  # fmt: skip
