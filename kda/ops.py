@@ -804,15 +804,13 @@ def kda_verify(
             qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias,
             lower_bound, activation,
         )  # fmt: skip
-        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, qkv)
-        if conv_state.shape[2] != conv_weight.shape[1] - 1 + window:
-            wanted = f"{conv_weight.shape[1] - 1} + {window}, for a window of {window}"
-            check.refuse("conv_state", f"{conv_state.shape[2]} columns", wanted)
         if cu_seqlens is None:
             check.refuse("cu_seqlens", "None", "N + 1 offsets")
         N = check.sequences(cu_seqlens, 1, T, qkv)
-        if N != ssm_state_indices.shape[0]:
-            check.refuse("ssm_state_indices", f"{ssm_state_indices.shape[0]} rows", f"{N}, as `cu_seqlens` has")
+        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, qkv)
+        if conv_state.shape[2] != conv_weight.shape[1] - 1 + window:
+            wanted = f"{conv_weight.shape[1] - 1} + {window}, for a window of {window}"
+            check.refuse("conv_state", f"{conv_state.shape[2]} columns", wanted)
         if check.checking() and N and int(cu_seqlens.diff().max()) > window:
             check.refuse("cu_seqlens", f"a row of {int(cu_seqlens.diff().max())} tokens", f"{window} or fewer (KDA_CHECK)")
         check.output(out, out_gate.shape, qkv.dtype, qkv)
@@ -873,7 +871,8 @@ def kda_commit(
         if rest or H < 1 or HV % H:
             columns = f"2 * H * {K} + {HV} * {V}, H a divisor of {HV}"
             check.refuse("conv_state", f"{dim} channels beside {HV} value heads, K = {K} and V = {V}", columns)
-        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, ssm_state)
+        N = len(ssm_state_indices) if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
+        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
         _conv_states("conv_state", conv_state, dim, check.CONV_WIDTHS.start - 1 + window, ssm_state)
         if conv_state.shape[2] + 1 - window not in check.CONV_WIDTHS:
             check.refuse("conv_state", f"{conv_state.shape[2]} columns", f"W - 1 + {window}, W from 2 to 8")
@@ -884,7 +883,9 @@ def kda_commit(
     )  # fmt: skip
 
 
-def _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, like: Tensor) -> int:
+def _check_draft(
+    conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N: int, like: Tensor
+) -> int:  # fmt: skip
     """Checks the records, slots and counts of `kda_verify` and `kda_commit`; returns the window."""
     HV, V, K = ssm_state.shape[1:]
     check.tensor("records", records, ("slots", "window", HV, 2 * K + V), (torch.float32,), like)
@@ -896,7 +897,6 @@ def _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted
     if not records[0].is_contiguous() or (records.shape[0] > 1 and records.stride(0) < size):
         wanted = f"dense slots: strides ({size} or more, {size // window}, {2 * K + V}, 1)"
         check.refuse("records", f"strides {records.stride()}", wanted)
-    N = ssm_state_indices.shape[0] if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
     pool = min(conv_state.shape[0], ssm_state.shape[0], records.shape[0])
     check.slots("ssm_state_indices", ssm_state_indices, N, pool, like)
     if num_accepted_tokens is not None:

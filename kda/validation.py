@@ -266,8 +266,9 @@ def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool =
 
 def apart(out: Tensor, **inputs) -> None:
     """`out` shares no memory with an input."""
+    end = _span(out)[1]
     for name, x in inputs.items():
-        if x is not None and may_share_memory(out, x):
+        if x is not None and x.data_ptr() < end and may_share_memory(out, x):
             refuse("out", f"memory that `{name}` uses", "a buffer of its own")
 
 

@@ -113,7 +113,7 @@ def operations(kda, *, T, N, H, D=128, W=4, slots=None, window=4):
         "kda_decode/grouped": lambda: kda.kda_decode(
             tensor(N, 4 * 256 + 8 * 80), tensor(N, 8, 256), tensor(N, 8), tensor(N, 8, 80),
             tensor(slots, 4 * 256 + 8 * 80, 3), tensor(slots, 8, 80, 256), index, tensor(4 * 256 + 8 * 80, 4),
-            tensor(8, dtype=FP32), lower_bound=None, activation="silu", out=tensor(N, 8, 80)),
+            tensor(8, dtype=FP32), lower_bound=None, activation="silu"),
         "kda_verify": lambda: kda.kda_verify(
             qkv, g[0], beta[0], v[0], conv_pool, pool, records, index, cu, accepted, weight, A_log, g_bias, norm_weight),
         "kda_verify/grouped": lambda: kda.kda_verify(

@@ -426,7 +426,7 @@ def test_the_configuration_of_a_gpu_computes_the_same(backend, shape, state_dtyp
 
 
 def test_with_out_nothing_is_allocated(backend):
-    if backend.name == "reference":
+    if backend.name in ("reference", "triton-interpret"):
         pytest.skip("allocates as it likes")
     x = make(N=3, device=backend.device)
     out = torch.empty_like(x.out_gate)

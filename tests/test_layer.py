@@ -70,8 +70,8 @@ def glm_layer(device, dtype, lower_bound=-5.0):
 class OurLayer:
     """The same layer from our operations: merged projections, packed prefill, pools, decode."""
 
-    def __init__(self, layer, slots):
-        self.layer, self.device = layer, layer.q_proj.weight.device
+    def __init__(self, layer, slots, fused=False):
+        self.layer, self.device, self.fused = layer, layer.q_proj.weight.device, fused
         self.qkv = torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight])
         dtype = self.qkv.dtype
         self.conv_pool = torch.full((slots, 3, 3 * HEADS * DIM), float("nan"), dtype=dtype, device=self.device)
@@ -110,10 +110,14 @@ class OurLayer:
     def decode(self, hidden, index):
         """hidden [N, hidden], one token a request."""
         qkv, raw_g, beta, z = self.project(hidden[:, None])
-        y = kda.causal_conv1d_update(qkv[:, 0], self.conv_pool, self.layer.conv1d.weight.squeeze(1),
-                                     activation="silu", conv_state_indices=index)
+        gate, norm, weight = self.layer.forget_gate, self.layer.o_norm, self.layer.conv1d.weight.squeeze(1)
+        if self.fused:
+            y = kda.kda_decode(
+                qkv[:, 0], raw_g[:, 0], beta[:, 0], z[:, 0], self.conv_pool, self.pool, index, weight, gate.A_log,
+                gate.dt_bias, norm.weight, lower_bound=self.bound, eps=norm.variance_epsilon)
+            return self.layer.o_proj(y.flatten(-2))
+        y = kda.causal_conv1d_update(qkv[:, 0], self.conv_pool, weight, activation="silu", conv_state_indices=index)
         q, k, v = self.split(y[:, None])
-        gate = self.layer.forget_gate
         o, _ = kda.fused_recurrent_kda(
             q, k, v, raw_g, beta, initial_state=self.pool, ssm_state_indices=index, sigmoid_beta=True,
             a_log=gate.A_log, g_bias=gate.dt_bias, compute_gate=True, lower_bound=self.bound)
@@ -121,12 +125,13 @@ class OurLayer:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "kda_decode"])
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
-def test_layer_with_shared_weights_prefill_and_decode_with_cache(backend, lower_bound):
+def test_layer_with_shared_weights_prefill_and_decode_with_cache(backend, lower_bound, fused):
     """Two requests of different length packed into one prefill, decoded together, and continued by three tokens."""
     device = backend.device
     config, layer = glm_layer(device, FP32, lower_bound)
-    ours, lens, steps = OurLayer(layer, slots=5), [19, 35], 4
+    ours, lens, steps = OurLayer(layer, slots=5, fused=fused), [19, 35], 4
     hidden = [randn(n + steps + 3, HIDDEN, seed=70 + n, device=device) for n in lens]
 
     want = []

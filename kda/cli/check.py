@@ -73,6 +73,17 @@ def recurrence64(
     return o, S
 
 
+def conv64(layer: KDALayer, qkv: Tensor) -> Tensor:
+    """The convolution of one sequence [T, 3*H*D] from its first token on, with SiLU."""
+    padded = F.pad(qkv.double().t()[None], (layer.geo.conv_width - 1, 0))
+    return F.silu(F.conv1d(padded, layer.conv_weight.double()[:, None], groups=3 * layer.geo.qkv_dim))[0].t()
+
+
+def norm64(layer: KDALayer, o: Tensor, gate: Tensor) -> Tensor:
+    o = o * (o.square().mean(-1, keepdim=True) + layer.geo.eps).rsqrt()
+    return o * layer.o_norm.weight.double() * gate.double().sigmoid()
+
+
 def layer64(layer: KDALayer, x: list[Tensor]) -> list[Tensor]:
     """The whole layer in fp64, nothing rounded on the way: sequences [T, hidden] -> [T, hidden]."""
     geo, lengths = layer.geo, [len(xr) for xr in x]
@@ -83,17 +94,13 @@ def layer64(layer: KDALayer, x: list[Tensor]) -> list[Tensor]:
 
     low = linear(tokens, layer.gates_a)
     raw_g = linear(low[:, : geo.head_dim], layer.f_b_proj).unflatten(-1, heads)
-    gate = linear(low[:, geo.head_dim :], layer.g_b_proj).unflatten(-1, heads).sigmoid()
+    gate = linear(low[:, geo.head_dim :], layer.g_b_proj).unflatten(-1, heads)
     o, merged = [], linear(tokens, layer.in_proj)
     for xr, g in zip(merged.split(lengths), raw_g.split(lengths)):
         qkv, beta = xr[:, : 3 * geo.qkv_dim], xr[:, 3 * geo.qkv_dim :]
-        padded = F.pad(qkv.t()[None], (geo.conv_width - 1, 0))
-        qkv = F.silu(F.conv1d(padded, layer.conv_weight.double()[:, None], groups=3 * geo.qkv_dim))[0].t()
-        q, k, v = qkv.unflatten(-1, (3, *heads)).unbind(1)
+        q, k, v = conv64(layer, qkv).unflatten(-1, (3, *heads)).unbind(1)
         o.append(recurrence64(q, k, v, g, beta, layer.A_log, layer.dt_bias, geo.lower_bound)[0])
-    o = torch.cat(o)
-    o = o * (o.square().mean(-1, keepdim=True) + geo.eps).rsqrt() * layer.o_norm.weight.double() * gate
-    return list(linear(o.flatten(1), layer.o_proj).split(lengths))
+    return list(linear(norm64(layer, torch.cat(o), gate).flatten(1), layer.o_proj).split(lengths))
 
 
 @contextlib.contextmanager
@@ -169,16 +176,18 @@ def transformers_outputs(layer: KDALayer, x: list[Tensor], tick: Tick) -> list[T
 
 
 def check_operations(layer: KDALayer, requests: list[Request], served: Served, tick: Tick) -> list[Check]:
-    """The delta rule's outputs and states against the fp64 recurrence over the very inputs that it got."""
-    gate = (layer.A_log, layer.dt_bias, layer.geo.lower_bound)
+    """Outputs and states against convolution, recurrence and norm in fp64 over the very inputs that they got."""
+    gate, heads = (layer.A_log, layer.dt_bias, layer.geo.lower_bound), (layer.geo.heads, layer.geo.head_dim)
     outputs: dict[str, list[float]] = {"prefill": [], "decode": []}
     states: dict[str, list[float]] = {"prefill": [], "decode": []}
     for r, trace, prefilled, final in zip(requests, served.traces, served.prefilled, served.final):
         state, parts = None, {"prefill": slice(0, r.prompt), "decode": slice(r.prompt, None)}
+        qkv = conv64(layer, trace["qkv"]).to(trace["qkv"].dtype)  # contract: rounded
         for (stage, part), got in zip(parts.items(), (prefilled, final)):
-            q, k, v, g, beta, o = (trace[name][part] for name in ("q", "k", "v", "raw_g", "beta", "o"))
-            ref, state = recurrence64(q, k, v, g, beta, *gate, state)
-            outputs[stage].append(err(o, ref))
+            g, beta, out_gate, y = (trace[name][part] for name in ("raw_g", "beta", "out_gate", "y"))
+            q, k, v = qkv[part].unflatten(-1, (3, *heads)).unbind(1)
+            o, state = recurrence64(q, k, v, g, beta, *gate, state)
+            outputs[stage].append(err(y, norm64(layer, o, out_gate)))
             states[stage].append(err(got, state))
             tick(len(q))
     output, final_state = BOUNDS[layer.in_proj.dtype]
@@ -186,8 +195,8 @@ def check_operations(layer: KDALayer, requests: list[Request], served: Served, t
         check
         for stage in outputs
         for check in (
-            Check(f"KDA operations, {stage}: output vs fp64 recurrence", worst(outputs[stage]), output),
-            Check(f"KDA operations, {stage}: state vs fp64 recurrence", worst(states[stage]), final_state),
+            Check(f"KDA operations, {stage}: output vs fp64", worst(outputs[stage]), output),
+            Check(f"KDA operations, {stage}: state vs fp64", worst(states[stage]), final_state),
         )
     ]
 

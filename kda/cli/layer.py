@@ -81,7 +81,7 @@ class Projected:
     out_gate: Tensor
 
 
-# What the delta rule saw and gave: q, k, v, raw_g [T, H, D], beta logits [T, H], output [T, H, D].
+# What the KDA operations saw and gave: qkv [T, 3*H*D], raw_g and out_gate [T, H, D], beta [T, H], output y [T, H, D].
 Trace = Callable[[dict[str, Tensor]], None]
 
 
@@ -134,55 +134,39 @@ class KDALayer(nn.Module):
 
     def mix(self, p: Projected, batch: Batch, pools: StatePools, trace: Trace | None = None) -> Tensor:
         """The KDA operations alone: convolution, gate, delta rule, gated norm. -> [T, H*D]"""
-        n, heads, parts = len(batch.decode_slots), (self.geo.heads, self.geo.head_dim), []
+        n, heads = len(batch.decode_slots), (self.geo.heads, self.geo.head_dim)
+        raw_g, out_gate = p.raw_g.unflatten(-1, heads), p.out_gate.unflatten(-1, heads)
+        y = torch.empty(out_gate.shape, dtype=out_gate.dtype, device=out_gate.device)
         if n:
-            parts.append(self._decode(p.qkv[:n], p.raw_g[:n], p.beta[:n], batch, pools, trace))
-        if n < len(p.qkv):
-            parts.append(self._prefill(p.qkv[n:], p.raw_g[n:], p.beta[n:], batch, pools, trace))
-        o = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_norm(o, p.out_gate.unflatten(-1, heads)).flatten(1)
+            kda.kda_decode(
+                p.qkv[:n], raw_g[:n], p.beta[:n], out_gate[:n], pools.conv, pools.recurrent, batch.decode_slots,
+                self.conv_weight, self.A_log, self.dt_bias, self.o_norm.weight, lower_bound=self.geo.lower_bound,
+                activation=self.o_norm.activation, eps=self.o_norm.eps, out=y[:n],
+            )
+        if n < len(y):
+            o = self._prefill(p.qkv[n:], raw_g[n:], p.beta[n:], batch, pools)
+            kda.rms_norm_gated(
+                o, out_gate[n:], self.o_norm.weight, None, self.o_norm.activation, eps=self.o_norm.eps, out=y[n:]
+            )
+        if trace:
+            trace(dict(qkv=p.qkv, raw_g=raw_g, beta=p.beta, out_gate=out_gate, y=y))
+        return y.flatten(1)
 
     def output(self, o: Tensor) -> Tensor:
         return F.linear(o, self.o_proj)
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, 3*H*D] -> q, k, v [1, T, H, D], views."""
-        return x.unflatten(-1, (3, self.geo.heads, self.geo.head_dim)).unsqueeze(0).unbind(2)
-
-    def _prefill(
-        self, qkv: Tensor, raw_g: Tensor, beta: Tensor, batch: Batch, pools: StatePools, trace: Trace | None
-    ) -> Tensor:
+    def _prefill(self, qkv: Tensor, raw_g: Tensor, beta: Tensor, batch: Batch, pools: StatePools) -> Tensor:
         slots, cu = batch.prefill_slots, batch.cu_seqlens
         x = kda.causal_conv1d_fn(
             qkv.t(), self.conv_weight, None, pools.conv, cu, cache_indices=slots,
             has_initial_state=batch.continued, activation="silu",
         )
-        q, k, v = self._heads(x.t())
-        g = raw_g.unflatten(-1, q.shape[2:]).unsqueeze(0)
+        q, k, v = x.t().unflatten(-1, (3, *raw_g.shape[1:])).unsqueeze(0).unbind(2)
         state = kda.gather_initial_states(pools.recurrent, slots, batch.continued)
         o, state = kda.chunk_kda_with_fused_gate(
-            q, k, v, g, beta.unsqueeze(0), self.A_log, self.dt_bias, initial_state=state,
+            q, k, v, raw_g.unsqueeze(0), beta.unsqueeze(0), self.A_log, self.dt_bias, initial_state=state,
             output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu, safe_gate=True,
             lower_bound=self.geo.lower_bound, sigmoid_beta=True,
         )
         kda.scatter_states(pools.recurrent, state, slots)
-        if trace:
-            trace(dict(q=q[0], k=k[0], v=v[0], raw_g=g[0], beta=beta, o=o[0]))
-        return o[0]
-
-    def _decode(
-        self, qkv: Tensor, raw_g: Tensor, beta: Tensor, batch: Batch, pools: StatePools, trace: Trace | None
-    ) -> Tensor:
-        slots = batch.decode_slots
-        cu = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
-        x = kda.causal_conv1d_update(qkv, pools.conv, self.conv_weight, None, "silu", slots)
-        q, k, v = self._heads(x)
-        g = raw_g.unflatten(-1, q.shape[2:]).unsqueeze(0)
-        o, _ = kda.fused_recurrent_kda(
-            q, k, v, g, beta.unsqueeze(0), initial_state=pools.recurrent, use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cu, ssm_state_indices=slots, sigmoid_beta=True, a_log=self.A_log, g_bias=self.dt_bias,
-            compute_gate=True, lower_bound=self.geo.lower_bound,
-        )
-        if trace:
-            trace(dict(q=q[0], k=k[0], v=v[0], raw_g=g[0], beta=beta, o=o[0]))
         return o[0]

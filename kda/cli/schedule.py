@@ -88,7 +88,7 @@ class Rates:
 
 @dataclass
 class Served:
-    """Rates by kind of step; by request: layer outputs [T, hidden], what the delta rule saw and gave (see
+    """Rates by kind of step; by request: layer outputs [T, hidden], what the operations saw and gave (see
     layer.Trace), and recurrent states [H, V, K] after prefill and at the end."""
 
     rates: dict[str, Rates] = field(default_factory=dict)
@@ -120,11 +120,11 @@ def serve(
         pieces = [(requests[r].slot, b - a, a > 0) for r, a, b in step.prefill]
         batch = Batch.of([requests[r].slot for r in step.decode], pieces, device)
         tokens = torch.cat([x[r][a:b] for r, a, b in rows])
-        seen: list[dict[str, Tensor]] = []
+        seen: dict[str, Tensor] = {}
         t0 = now()
         projected = layer.project(tokens)
         t1 = now()
-        mixed = layer.mix(projected, batch, pools, seen.append)
+        mixed = layer.mix(projected, batch, pools, seen.update)
         t2 = now()
         y = layer.output(mixed)
         t3 = now()
@@ -135,7 +135,7 @@ def serve(
         rates.kda_s += t2 - t1
         sizes = [b - a for _, a, b in rows]
         y_rows = y.split(sizes)
-        seen_rows = {name: torch.cat([s[name] for s in seen]).split(sizes) for name in seen[0]}
+        seen_rows = {name: t.split(sizes) for name, t in seen.items()}
         for i, (r, _, b) in enumerate(rows):
             outputs[r].append(y_rows[i])
             traces[r].append({name: parts[i] for name, parts in seen_rows.items()})

@@ -19,7 +19,7 @@ from torch import Tensor
 from kda import validation as check
 from kda.serving.pool import StatePool
 
-_ANY_POOL = 2**31  # a batch does not know how many slots there are: the operations do
+_ANY_POOL = 2**31 - 1  # a batch does not know how many slots there are: the operations do
 
 
 class Decode(NamedTuple):
@@ -43,9 +43,10 @@ class Prefill(NamedTuple):
 class Verify(NamedTuple):
     """Draft tokens of a request, the sampled token before them included.
 
-    slots: one for each token (the state after token t goes to slots[t]), or a single number where the request has one
-        slot and its drafts are kept as records.
-    accepted: how many tokens of the request's last window were accepted; 0 marks a stale row, which is padding.
+    slots: one for each token, for full states (the state after token t goes to slots[t]); or a single number, where the
+        request has one slot and a record of each draft token.
+    accepted: how many tokens of the request's last window were accepted. With full states 0 marks a stale row, which is
+        padding; with records it says that none are to be applied.
     """
 
     slots: int | Sequence[int]
@@ -171,7 +172,7 @@ class Batch:
         for n, row in enumerate(rows):
             if not isinstance(row, kinds):
                 check.refuse(f"rows[{n}]", type(row).__name__, "a Decode, a Prefill or a Verify", TypeError)
-            tokens, slots = _row(f"rows[{n}]", row)
+            tokens, slots = _row(n, row)
             spans.append((kinds.index(type(row)), range(at, at + tokens)))
             used += [slot for slot in slots if slot > 0]
             at += tokens
@@ -191,9 +192,8 @@ class Batch:
         window, verify_slots = _windows(verifies)
         places = verify_places = None
         if any(kind > following for (kind, _), (following, _) in itertools.pairwise(spans)):
-            places, verify_places = (
-                list(itertools.chain(*(span for kind in group for k, span in spans if k == kind))) for group in ((0, 1), (2,))
-            )
+            by_kind = [[at for kind, span in spans if kind == wanted for at in span] for wanted in range(3)]
+            places, verify_places = by_kind[0] + by_kind[1], by_kind[2]
         sent = _upload(
             device,
             decode_slots=[row.slot for row in decodes] or None,
@@ -225,22 +225,22 @@ class Batch:
 
         Raises:
             TypeError: a field that these rows need is missing or None.
-            ValueError: decode rows of more than one token.
+            ValueError: decode rows of more than one token before prefills.
         """
         Nd, Np, Nv = (_field(metadata, f"num_{kind}") for kind in ("decodes", "prefills", "spec_decodes"))
         decode_tokens = _field(metadata, "num_decode_tokens")
-        if decode_tokens > Nd:
+        if Np and decode_tokens != Nd:
             check.refuse("num_decode_tokens", f"{decode_tokens} beside {Nd} decodes", "one token a decode row")
         fields = {}
         if Nd:
-            # rows past the tokens are padding: they come last
-            fields["decode_slots"] = _field(metadata, "non_spec_state_indices_tensor")[:decode_tokens]
+            # of decodes alone rows or tokens may be padded, in the one count or the other; padding comes last
+            fields["decode_slots"] = _field(metadata, "non_spec_state_indices_tensor")[: min(Nd, decode_tokens)]
         if Np:
             rows = slice(Nd, Nd + Np)
             starts = getattr(metadata, "prefill_query_start_loc", None)  # vLLM has rebased them, where there are decodes
             if starts is None:
                 starts = _field(metadata, "non_spec_query_start_loc")[Nd:]
-                starts = starts - decode_tokens if Nd else starts
+                starts = starts - Nd if Nd else starts
             fields.update(
                 prefill_slots=_field(metadata, "non_spec_state_indices_tensor")[rows],
                 prefill_query_start_loc=starts[: Np + 1],
@@ -347,31 +347,33 @@ def _count(name: str, value, wanted: bool) -> None:
         check.refuse(name, repr(value), "an integer, 0 or more" if wanted else "0, as there are no such rows")
 
 
-def _whole(name: str, value, least: int | None = None, most: int | None = None) -> int:
+def _whole(n: int, field: str, value, least: int | None = None, most: int | None = None) -> int:
     if type(value) is not int:
-        check.refuse(name, repr(value), "an integer", TypeError)
+        check.refuse(f"rows[{n}].{field}", repr(value), "an integer", TypeError)
     if (least is not None and value < least) or (most is not None and value > most):
         accepted = f"{least} to {most}" if most is not None else f"{least} or more"
-        check.refuse(name, value, accepted)
+        check.refuse(f"rows[{n}].{field}", value, accepted)
     return value
 
 
-def _row(name: str, row: Decode | Prefill | Verify) -> tuple[int, list[int]]:
-    """The tokens of a row and all its slots, checked."""
+def _row(n: int, row: Decode | Prefill | Verify) -> tuple[int, list[int]]:
+    """The tokens of row n and all its slots, checked."""
     if isinstance(row, Decode):
-        return 1, [_whole(f"{name}.slot", row.slot)]
-    tokens = _whole(f"{name}.tokens", row.tokens, 0)
+        return 1, [_whole(n, "slot", row.slot)]
+    tokens = _whole(n, "tokens", row.tokens, 0)
     if isinstance(row, Prefill):
         for at, slot in (row.checkpoints or {}).items():
-            _whole(f"{name}.checkpoints", at, 1, tokens), _whole(f"{name}.checkpoints", slot)
+            _whole(n, "checkpoints", at, 1, tokens), _whole(n, "checkpoints", slot)
         if not isinstance(row.has_initial_state, bool):
-            check.refuse(f"{name}.has_initial_state", repr(row.has_initial_state), "True or False", TypeError)
-        return tokens, [_whole(f"{name}.slot", row.slot), *(row.checkpoints or {}).values()]
+            check.refuse(f"rows[{n}].has_initial_state", repr(row.has_initial_state), "True or False", TypeError)
+        return tokens, [_whole(n, "slot", row.slot), *(row.checkpoints or {}).values()]
     single = isinstance(row.slots, int)
-    slots = [_whole(f"{name}.slots", slot) for slot in ([row.slots] if single else row.slots)]
+    slots = [_whole(n, "slots", slot) for slot in ([row.slots] if single else row.slots)]
+    if not slots:
+        check.refuse(f"rows[{n}].slots", "none", "at least one")
     if not single and tokens > len(slots):
-        check.refuse(f"{name}.tokens", tokens, f"{len(slots)} or fewer, a slot each")
-    _whole(f"{name}.accepted", row.accepted, 0, None if single else len(slots))
+        check.refuse(f"rows[{n}].tokens", tokens, f"{len(slots)} or fewer, a slot each")
+    _whole(n, "accepted", row.accepted, 0, None if single else len(slots))
     return tokens, slots
 
 
@@ -397,7 +399,7 @@ def _upload(device: torch.device, **lists: list[int] | None) -> dict[str, Tensor
             flat += [0] * (-len(flat) % 4)
             spans[name] = slice(len(flat), len(flat) + len(values))
             flat += values
-    buffer = torch.tensor(flat, dtype=torch.int32)
+    buffer = torch.tensor(flat, dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         buffer = buffer.pin_memory()  # from other memory the copy would wait
     buffer = buffer.to(device, non_blocking=True)

@@ -191,8 +191,8 @@ class StatePool:
             tokens: how many tokens the request has seen, noted in the snapshot.
         """
         (slot,) = self.owned([slot])
-        host = [torch.empty(x[:, slot].shape, dtype=x.dtype).copy_(x[:, slot]) for x in (self._conv_states, self._ssm_states)]
-        return Snapshot(self.geometry, *host, tokens)
+        states = (self._conv_states[:, slot], self._ssm_states[:, slot])
+        return Snapshot(self.geometry, *(torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x) for x in states), tokens)
 
     def restore(self, snapshot: Snapshot, slot: int | None = None) -> int:
         """Writes the states of `snapshot` to `slot`, or to a new one (None), and returns it.

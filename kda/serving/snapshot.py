@@ -194,5 +194,5 @@ def _safetensors():
     try:
         import safetensors.torch
     except ImportError as problem:
-        raise ImportError("files of states need safetensors: pip install safetensors") from problem
+        raise ImportError("files of states need safetensors, which is not installed: pip install safetensors") from problem
     return safetensors

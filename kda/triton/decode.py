@@ -9,7 +9,8 @@
 One program takes a request and a key head through all of the head's value heads: the norm needs every output of a value
 head, and the channels of a program are no other's, so that its conv states have one reader and one writer. The state of
 a value head passes through registers in slices [BV, K]; on a GPU one slice is the whole of it at the usual head dims.
-There a row of K lies as K / KI pieces of KI in each lane, [K / KI, BV, KI]: a sum over K then needs few shuffles.
+There it is a tile [K / KI, BV, KI], whose last dim lies across a few lanes and whose first one in each lane's registers:
+a sum over K is an addition of registers first and takes few shuffles after it.
 """
 import torch
 import triton
@@ -86,6 +87,7 @@ def sum_k(S, KI: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def sum_all(x, NV: tl.constexpr):
+    """Sum over all outputs of a value head, [BV] or in slices [PV, BV]."""
     if NV == 1:
         return tl.sum(x, 0)
     else:

@@ -39,19 +39,30 @@ def pick(x, t):
 
 
 @triton.jit
+def row_sums(x, L):
+    """[PT] sums over K, row by row: the layout of a tile of loads must not decide in which order they are added up."""
+    o_t = tl.arange(0, x.shape[0])
+    total = tl.zeros(o_t.shape, tl.float32)
+    for t in range(L):
+        total = tl.where(o_t == t, tl.sum(pick(x, t), 0), total)
+    return total
+
+
+@triton.jit
 def step(S, k, decay, d, KI: tl.constexpr, BK: tl.constexpr):
     """The decayed state takes a token up. An fma said in words: no compiler chooses which product it rounds."""
     return tl.fma(along_v(d, KI, BK), along_k(k, KI), S * along_k(decay, KI))
 
 
 @triton.jit
-def apply_records(S, record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, KI: tl.constexpr, BK: tl.constexpr):
-    """The state after `count` tokens."""
-    for t in range(count):
-        row = record + t * rec_t
-        k, decay = tl.load(row + o_k, m_k, 0.0), tl.load(row + K + o_k, m_k, 0.0)
-        S = step(S, k, decay, tl.load(row + 2 * K + o_v, m_v, 0.0), KI, BK)
-    return S
+def load_records(record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, PT: tl.constexpr):
+    """k^, decays [PT, BK] and d [PT, BV] of the accepted tokens."""
+    o_t = tl.arange(0, PT)[:, None]
+    m_t = o_t < count
+    row = record + o_t * rec_t
+    k = tl.load(row + o_k[None, :], m_t & m_k[None, :], 0.0)
+    decay = tl.load(row + K + o_k[None, :], m_t & m_k[None, :], 0.0)
+    return k, decay, tl.load(row + 2 * K + o_v[None, :], m_t & m_v[None, :], 0.0)
 
 
 @triton.jit
@@ -141,9 +152,9 @@ def kda_verify_kernel(
                     conv_w, weight_w, W, BW, PT)  # fmt: skip
     k = window_tile(x_ptr + c_k, conv_ptr + c_k * conv_d, weight_ptr + c_k * weight_d, bias_k, count, L, m_k, x_t,
                     conv_w, weight_w, W, BW, PT)  # fmt: skip
-    q *= (scale / tl.sqrt(tl.sum(q * q, 1) + 1e-6))[:, None]
-    k *= (1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
-    kq = tl.sum(k * q, 1)  # [PT]
+    q *= (scale / tl.sqrt(row_sums(q * q, L) + 1e-6))[:, None]
+    k *= (1.0 / tl.sqrt(row_sums(k * k, L) + 1e-6))[:, None]
+    kq = row_sums(k * q, L)  # [PT]
 
     t_k, t_v = state_tile(o_k, BV, KI)
     for r in range(R):
@@ -173,9 +184,12 @@ def kda_verify_kernel(
                             conv_w, weight_w, W, BW, PT)  # fmt: skip
             state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
             m_s = (t_k < K) & (v0 + t_v < V)
+            # Before the state: Triton lays tiles out as the last loads want it, and the state's sums should be in few lanes.
+            old_k, old_decay, old_d = load_records(record, count, o_k, m_k, c, m_c, HV * RECORD, K, PT)
             S = tl.load(state, m_s, 0.0).to(tl.float32)
             if count > 0:
-                S = apply_records(S, record, count, o_k, m_k, c, m_c, HV * RECORD, K, KI, BK)
+                for t in range(count):
+                    S = step(S, pick(old_k, t), pick(old_decay, t), pick(old_d, t), KI, BK)
                 checkpoint = cast(S, state_ptr.dtype.element_ty)
                 tl.store(state, checkpoint, m_s)
                 S = checkpoint.to(tl.float32)
@@ -212,7 +226,7 @@ def kda_commit_kernel(
     indices, accepted, record_ptr, conv_ptr, state_ptr, N, slots, window, idx_n, acc_n, rec_n, conv_n, conv_d, conv_w,
     state_n,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, KI: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PT: tl.constexpr, KI: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     n, h = pid // H, pid % H
@@ -239,8 +253,10 @@ def kda_commit_kernel(
             move_history(conv_ptr + (2 * H * K + hv * V + c) * conv_d, count, c < V, conv_w, W, BW)
             state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
             m_s = (t_k < K) & (v0 + t_v < V)
+            k, decay, d = load_records(record, count, o_k, m_k, c, c < V, HV * RECORD, K, PT)
             S = tl.load(state, m_s, 0.0).to(tl.float32)
-            S = apply_records(S, record, count, o_k, m_k, c, c < V, HV * RECORD, K, KI, BK)
+            for t in range(count):
+                S = step(S, pick(k, t), pick(decay, t), pick(d, t), KI, BK)
             tl.store(state, cast(S, state_ptr.dtype.element_ty), m_s)
 
 
@@ -296,5 +312,6 @@ def kda_commit(conv_state, ssm_state, records, ssm_state_indices, num_accepted_t
         seen, N * H, tensors,
         (N, min(len(conv_state), len(ssm_state), len(records)), window, ssm_state_indices.stride(0),
          num_accepted_tokens.stride(0), records.stride(0), *conv_state.stride(), ssm_state.stride(0)),
-        H=H, HV=HV, K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K), **cfg,
+        H=H, HV=HV, K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K),
+        PT=configs.next_power_of_2(window), **cfg,
     )  # fmt: skip
