@@ -6,8 +6,8 @@ import dataclasses
 import oracle
 import pytest
 import torch
-from helpers import (BF16, BOUNDS, FP16, FP32, GPU, assert_accurate, assert_only_view_written, call, dtype_id, each_dtype,
-                     frame, gpu_subset, ints, needs_gpu, on_backends, rand, randn, state_dtype_of)
+from helpers import (BF16, BOUNDS, FP16, FP32, GPU, assert_accurate, assert_only_view_written, call, dtype_id,
+                     each_dtype, frame, gpu_subset, ints, needs_gpu, on_backends, rand, randn, state_dtype_of)
 
 import kda
 

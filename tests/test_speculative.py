@@ -190,7 +190,8 @@ def test_outputs_and_what_commit_makes_of_the_checkpoint_equal_the_oracle(backen
     others = [s for s in range(SLOTS) if s not in slots]
     assert x.records[others].isnan().all() and x.conv_state[others].isnan().all()
     rows = [(n, slot, *bounds) for n, (slot, *bounds) in enumerate(zip(slots, starts(lens), starts(lens)[1:]))]
-    assert_accurate(o, torch.cat([x.oracle(cut(tokens, a, b), *before.checkpoint(slot))[0] for _, slot, a, b in rows]), dtype)
+    want = [x.oracle(cut(tokens, a, b), *before.checkpoint(slot))[0] for _, slot, a, b in rows]
+    assert_accurate(o, torch.cat(want), dtype)
 
     for accepted in range(max(lens) + 1):
         y, counts = x.copy(), [min(accepted, length) for length in lens]

@@ -9,8 +9,8 @@
 One program takes a request and a key head through all of the head's value heads: the norm needs every output of a value
 head, and the channels of a program are no other's, so that its conv states have one reader and one writer. The state of
 a value head passes through registers in slices [BV, K]; on a GPU one slice is the whole of it at the usual head dims.
-There it is a tile [K / KI, BV, KI], whose last dim lies across a few lanes and whose first one in each lane's registers:
-a sum over K is an addition of registers first and takes few shuffles after it.
+There it is a tile [K / KI, BV, KI], the last dim across a few lanes and the first one in each lane's registers: a sum
+over K is an addition of registers first and takes few shuffles after it.
 """
 import torch
 import triton
@@ -245,6 +245,7 @@ def kda_decode(
          *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0),
          *conv_weight.stride(), *conv_state.stride(), ssm_state.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=conv_weight.shape[1], BK=configs.next_power_of_2(K),
-        PV=configs.next_power_of_2(-(-V // cfg["BV"])), BOUNDED=lower_bound is not None, SILU=activation == "silu", **cfg,
+        PV=configs.next_power_of_2(-(-V // cfg["BV"])), BOUNDED=lower_bound is not None, SILU=activation == "silu",
+        **cfg,
     )  # fmt: skip
     return out

@@ -68,7 +68,7 @@ def load_records(record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, PT: 
 @triton.jit
 def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
     """Columns 0 .. W - 2 of the conv state become columns count .. count + W - 2; `state` is [BD] pointers."""
-    w = tl.arange(0, BW)[:, None]  # [BW, BD]
+    w = tl.arange(0, BW)[:, None].to(tl.int64)  # [BW, BD]
     m_w = m[None, :] & (w < tl.where(count > 0, W - 1, 0))
     z = tl.load(state[None, :] + (w + count) * sh_w, m_w, 0.0)
     tl.debug_barrier()  # a column is overwritten once every warp has read it
