@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 import peers
 from common import Results, graph_ms
 from gpu_first import LB, inputs, offsets, our_chunk

@@ -19,13 +19,13 @@ _HOME = {
     "fused_kda_gate": "ops",
     "fused_recurrent_kda": "ops",
     "gather_initial_states": "ops",
-    "kda_commit": "ops",
-    "kda_decode": "ops",
-    "kda_prefill": "ops",
-    "kda_verify": "ops",
+    "kda_commit": "layer_ops",
+    "kda_decode": "layer_ops",
+    "kda_prefill": "layer_ops",
+    "kda_verify": "layer_ops",
     "rms_norm_gated": "ops",
     "scatter_states": "ops",
-    "speculation_bytes": "ops",
+    "speculation_bytes": "layer_ops",
 }
 
 __all__ = sorted(_HOME)

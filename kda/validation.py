@@ -295,3 +295,24 @@ def common_rows(name: str, tensors: Sequence[Tensor | None], limit: int) -> list
 def checking() -> bool:
     """Whether `KDA_CHECK=1` asks for checks of values on the device (each costs a synchronisation)."""
     return os.environ.get("KDA_CHECK", "0") == "1"
+
+
+def conv_weights(weight, bias, dim: int, like: Tensor, name: str = "weight", bias_name: str = "bias") -> int:
+    """`weight` [dim, W] and `bias` [dim] or None; returns W."""
+    W = tensor(name, weight, (dim, "W"), ACTIVATIONS, like).shape[1]
+    if W not in CONV_WIDTHS:
+        refuse(name, f"a width of {W}", f"{CONV_WIDTHS.start} to {CONV_WIDTHS.stop - 1}")
+    if bias is not None:
+        vector(bias_name, bias, dim, ACTIVATIONS, like)
+    return W
+
+
+def conv_states(name: str, state, dim: int, columns: int, like: Tensor) -> None:
+    """A pool [slots, dim, columns or more], any strides."""
+    tensor(name, state, ("slots", dim, "W - 1 or more"), ACTIVATIONS, like)
+    if state.shape[0] == 0:
+        refuse(name, "a pool with no slot", "at least one slot")
+    if state.shape[2] < columns:
+        refuse(name, f"{state.shape[2]} columns", f"{columns} or more")
+    if overlaps_itself(state):
+        refuse(name, f"strides {state.stride()}", "elements that do not overlap")
