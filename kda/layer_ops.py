@@ -88,13 +88,10 @@ def kda_decode(
             ssm_state_indices=ssm_state_indices, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
             norm_weight=norm_weight, conv_bias=conv_bias,
         )  # fmt: skip
-    K = raw_g.shape[2]
     return call(
         "decode", "kda_decode", qkv.device,
-        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias, A_log.view(-1),
-        None if g_bias is None else g_bias.view(-1, K), norm_weight, K**-0.5 if scale is None else float(scale),
-        None if lower_bound is None else float(lower_bound), float(eps),
-        "sigmoid" if activation == "sigmoid" else "silu", out, seen=seen,
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias,
+        *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation), out, seen=seen,
     )  # fmt: skip
 
 
@@ -102,27 +99,42 @@ def _check_decode(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias, norm_weight,
     conv_bias, lower_bound, activation,
 ) -> None:  # fmt: skip
-    N, _ = _check_layer_tokens(
+    N = _check_layer_tokens(
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
         activation,
     )  # fmt: skip
     check.slots("ssm_state_indices", ssm_state_indices, N, min(ssm_state.shape[0], conv_state.shape[0]), qkv)
 
 
+def _key_heads(name: str, what: str, dim: int, HV: int, K: int, V: int) -> int:
+    """H, as `dim` channels of q, k and v leave it."""
+    H, rest = divmod(dim - HV * V, 2 * K)
+    if rest or H < 1 or HV % H:
+        wanted = f"2 * H * {K} + {HV} * {V}, H a divisor of {HV}"
+        check.refuse(name, f"{dim} {what} beside {HV} value heads, K = {K} and V = {V}", wanted)
+    return H
+
+
+def _rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation) -> tuple:
+    """The layer's own arguments, as backends take them."""
+    return (
+        A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
+        K**-0.5 if scale is None else float(scale), None if lower_bound is None else float(lower_bound), float(eps),
+        "sigmoid" if activation == "sigmoid" else "silu",
+    )  # fmt: skip
+
+
 def _check_layer_tokens(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
     activation,
-) -> tuple[int, int]:  # fmt: skip
-    """Checks what `kda_decode` and `kda_prefill` have alike; returns the number of tokens and K."""
+) -> int:  # fmt: skip
+    """Checks what `kda_decode`, `kda_prefill` and `kda_verify` have alike; returns the number of tokens."""
     N, dim = check.tokens("qkv", qkv, ("N", "dim"), check.ACTIVATIONS).shape
     HV, K = check.tokens("raw_g", raw_g, (N, "HV", "K"), check.ACTIVATIONS, qkv).shape[1:]
     V = check.tokens("out_gate", out_gate, (N, HV, "V"), check.ACTIVATIONS, qkv).shape[2]
     for name, size in (("raw_g", K), ("out_gate", V)):
         check.head_dim(name, size)
-    H, rest = divmod(dim - HV * V, 2 * K)
-    if rest or H < 1 or HV % H:
-        columns = f"2 * H * {K} + {HV} * {V}, H a divisor of {HV}"
-        check.refuse("qkv", f"{dim} columns beside {HV} value heads, K = {K} and V = {V}", columns)
+    H = _key_heads("qkv", "columns", dim, HV, K, V)
     check.tokens("beta", beta, (N, HV), check.ACTIVATIONS, qkv)
     W = check.conv_weights(conv_weight, conv_bias, dim, qkv, "conv_weight", "conv_bias")
     check.conv_states("conv_state", conv_state, dim, W - 1, qkv)
@@ -134,7 +146,7 @@ def _check_layer_tokens(
         check.vector("norm_weight", norm_weight, V, check.ACTIVATIONS, qkv)
     if activation not in ("swish", "silu", "sigmoid"):
         check.refuse("activation", repr(activation), "'swish', 'silu' or 'sigmoid'")
-    return N, K
+    return N
 
 
 @without_gradients
@@ -203,7 +215,7 @@ def kda_prefill(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([70, 2, 32]), [2, 5, 7])
     """
-    T, K = _check_layer_tokens(
+    T = _check_layer_tokens(
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
         activation,
     )  # fmt: skip
@@ -228,9 +240,8 @@ def kda_prefill(
     return call(
         "prefill", "kda_prefill", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
-        conv_bias, A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
-        K**-0.5 if scale is None else float(scale), None if lower_bound is None else float(lower_bound), float(eps),
-        "sigmoid" if activation == "sigmoid" else "silu", checkpoint_offsets, checkpoint_indices, out,
+        conv_bias, *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
+        checkpoint_offsets, checkpoint_indices, out,
     )  # fmt: skip
 
 
@@ -308,7 +319,7 @@ def kda_verify(
         num_accepted_tokens, conv_weight, A_log, g_bias, norm_weight, conv_bias, scale, lower_bound, activation, eps, out,
     )  # fmt: skip
     if not seen.checked:
-        T, _ = _check_layer_tokens(
+        T = _check_layer_tokens(
             qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias,
             lower_bound, activation,
         )  # fmt: skip
@@ -330,13 +341,11 @@ def kda_verify(
             num_accepted_tokens=num_accepted_tokens, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
             norm_weight=norm_weight, conv_bias=conv_bias,
         )  # fmt: skip
-    K = raw_g.shape[2]
     return call(
         "speculative", "kda_verify", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
-        conv_weight, conv_bias, A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
-        K**-0.5 if scale is None else float(scale), None if lower_bound is None else float(lower_bound), float(eps),
-        "sigmoid" if activation == "sigmoid" else "silu", out, seen=seen,
+        conv_weight, conv_bias, *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
+        out, seen=seen,
     )  # fmt: skip
 
 
@@ -375,10 +384,7 @@ def kda_commit(
             check.head_dim("ssm_state", size)
         check.states("ssm_state", ssm_state, None, HV, V, K, ssm_state)
         dim = check.tensor("conv_state", conv_state, ("slots", "dim", "columns"), check.ACTIVATIONS, ssm_state).shape[1]
-        H, rest = divmod(dim - HV * V, 2 * K)
-        if rest or H < 1 or HV % H:
-            columns = f"2 * H * {K} + {HV} * {V}, H a divisor of {HV}"
-            check.refuse("conv_state", f"{dim} channels beside {HV} value heads, K = {K} and V = {V}", columns)
+        _key_heads("conv_state", "channels", dim, HV, K, V)
         N = len(ssm_state_indices) if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
         window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
         check.conv_states("conv_state", conv_state, dim, check.CONV_WIDTHS.start - 1 + window, ssm_state)

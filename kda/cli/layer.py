@@ -137,16 +137,17 @@ class KDALayer(nn.Module):
         n, heads = len(batch.decode_slots), (self.geo.heads, self.geo.head_dim)
         raw_g, out_gate = p.raw_g.unflatten(-1, heads), p.out_gate.unflatten(-1, heads)
         y = torch.empty(out_gate.shape, dtype=out_gate.dtype, device=out_gate.device)
+        own = (self.conv_weight, self.A_log, self.dt_bias, self.o_norm.weight)
+        how = dict(lower_bound=self.geo.lower_bound, activation=self.o_norm.activation, eps=self.o_norm.eps)
         if n:
             kda.kda_decode(
-                p.qkv[:n], raw_g[:n], p.beta[:n], out_gate[:n], pools.conv, pools.recurrent, batch.decode_slots,
-                self.conv_weight, self.A_log, self.dt_bias, self.o_norm.weight, lower_bound=self.geo.lower_bound,
-                activation=self.o_norm.activation, eps=self.o_norm.eps, out=y[:n],
+                p.qkv[:n], raw_g[:n], p.beta[:n], out_gate[:n], pools.conv, pools.recurrent, batch.decode_slots, *own,
+                **how, out=y[:n],
             )
         if n < len(y):
-            o = self._prefill(p.qkv[n:], raw_g[n:], p.beta[n:], batch, pools)
-            kda.rms_norm_gated(
-                o, out_gate[n:], self.o_norm.weight, None, self.o_norm.activation, eps=self.o_norm.eps, out=y[n:]
+            kda.kda_prefill(
+                p.qkv[n:], raw_g[n:], p.beta[n:], out_gate[n:], pools.conv, pools.recurrent, batch.prefill_slots,
+                batch.cu_seqlens, batch.continued, *own, **how, out=y[n:],
             )
         if trace:
             trace(dict(qkv=p.qkv, raw_g=raw_g, beta=p.beta, out_gate=out_gate, y=y))
@@ -154,19 +155,3 @@ class KDALayer(nn.Module):
 
     def output(self, o: Tensor) -> Tensor:
         return F.linear(o, self.o_proj)
-
-    def _prefill(self, qkv: Tensor, raw_g: Tensor, beta: Tensor, batch: Batch, pools: StatePools) -> Tensor:
-        slots, cu = batch.prefill_slots, batch.cu_seqlens
-        x = kda.causal_conv1d_fn(
-            qkv.t(), self.conv_weight, None, pools.conv, cu, cache_indices=slots,
-            has_initial_state=batch.continued, activation="silu",
-        )
-        q, k, v = x.t().unflatten(-1, (3, *raw_g.shape[1:])).unsqueeze(0).unbind(2)
-        state = kda.gather_initial_states(pools.recurrent, slots, batch.continued)
-        o, state = kda.chunk_kda_with_fused_gate(
-            q, k, v, raw_g.unsqueeze(0), beta.unsqueeze(0), self.A_log, self.dt_bias, initial_state=state,
-            output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu, safe_gate=True,
-            lower_bound=self.geo.lower_bound, sigmoid_beta=True,
-        )
-        kda.scatter_states(pools.recurrent, state, slots)
-        return o[0]

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.launch import Launch
-from kda.triton.tiles import cast, log_decay
+from kda.triton.tiles import along_k, along_v, cast, log_decay, state_tile, sum_k
 
 
 @triton.jit
@@ -55,34 +55,6 @@ def store_window(history, z, m, sh_w, W: tl.constexpr):
     """The conv state moves on: it holds all of the window but the oldest input."""
     for w in tl.static_range(W - 1):
         tl.store(history + w * sh_w, z[w + 1], m)
-
-
-@triton.jit
-def along_k(x, KI: tl.constexpr):
-    """[BK] as a factor of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
-    BK: tl.constexpr = x.shape[0]
-    if KI == BK:
-        return x[None, :]
-    else:
-        return tl.reshape(x, (BK // KI, 1, KI))
-
-
-@triton.jit
-def along_v(x, KI: tl.constexpr, BK: tl.constexpr):
-    """[BV] as a factor of a state tile."""
-    if KI == BK:
-        return x[:, None]
-    else:
-        return x[None, :, None]
-
-
-@triton.jit
-def sum_k(S, KI: tl.constexpr, BK: tl.constexpr):
-    """[BV] sums over K of a state tile."""
-    if KI == BK:
-        return tl.sum(S, 1)
-    else:
-        return tl.sum(tl.sum(S, 0), 1)
 
 
 @triton.jit
@@ -143,11 +115,7 @@ def kda_decode_kernel(
     if conv_bias_ptr is not None:
         b_q, b_k = tl.load(conv_bias_ptr + c_q, m_k, 0.0), tl.load(conv_bias_ptr + c_k, m_k, 0.0)
 
-    if KI == BK:
-        t_k, t_v = o_k[None, :], tl.arange(0, BV)[:, None]  # of the state tile
-    else:
-        t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
-        t_v = tl.arange(0, BV)[None, :, None]
+    t_k, t_v = state_tile(o_k, BV, KI)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + o_v, m_v, 0.0)
     for r in range(R):

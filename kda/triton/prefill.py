@@ -82,9 +82,7 @@ def keep_conv_kernel(
     live = (row > 0) & (row < slots)
     if (cut <= bos) | (cut > eos) | (kept <= 0) | (kept >= slots) | (live == 0):
         return
-    begins = live
-    if has_initial is not None:
-        begins = live & (tl.load(has_initial + lo) != 0)
+    begins = tl.load(has_initial + lo) != 0
     w = tl.arange(0, BW)[:, None].to(tl.int64)
     t = cut - PAST + w
     m_wd = (w < PAST) & (d < dim)[None, :]

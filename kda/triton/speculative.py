@@ -17,9 +17,8 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.conv import conv_tile
-from kda.triton.decode import along_k, along_v, sum_k
 from kda.triton.launch import Launch
-from kda.triton.tiles import cast, log_decay, sequence_range
+from kda.triton.tiles import along_k, along_v, cast, log_decay, row, sequence_range, state_tile, sum_k
 
 
 @triton.jit
@@ -33,18 +32,12 @@ def request(indices, accepted, n, N, slots, window, idx_n, acc_n):
 
 
 @triton.jit
-def pick(x, t):
-    """Row `t` of a tile [PT, D]: a sum with one term."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == t, x, 0.0), 0)
-
-
-@triton.jit
 def row_sums(x, L):
     """[PT] sums over K, row by row: the layout of a tile of loads must not decide in which order they are added up."""
     o_t = tl.arange(0, x.shape[0])
     total = tl.zeros(o_t.shape, tl.float32)
     for t in range(L):
-        total = tl.where(o_t == t, tl.sum(pick(x, t), 0), total)
+        total = tl.where(o_t == t, tl.sum(row(x, t), 0), total)
     return total
 
 
@@ -59,10 +52,10 @@ def load_records(record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, PT: 
     """k^, decays [PT, BK] and d [PT, BV] of the accepted tokens."""
     o_t = tl.arange(0, PT)[:, None]
     m_t = o_t < count
-    row = record + o_t * rec_t
-    k = tl.load(row + o_k[None, :], m_t & m_k[None, :], 0.0)
-    decay = tl.load(row + K + o_k[None, :], m_t & m_k[None, :], 0.0)
-    return k, decay, tl.load(row + 2 * K + o_v[None, :], m_t & m_v[None, :], 0.0)
+    place = record + o_t * rec_t
+    k = tl.load(place + o_k[None, :], m_t & m_k[None, :], 0.0)
+    decay = tl.load(place + K + o_k[None, :], m_t & m_k[None, :], 0.0)
+    return k, decay, tl.load(place + 2 * K + o_v[None, :], m_t & m_v[None, :], 0.0)
 
 
 @triton.jit
@@ -87,17 +80,6 @@ def window_tile(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
     z = tl.load(x[None, :] + t * x_t, m_t, 0.0).to(tl.float32)
     tl.store(state[None, :] + (W - 1 + t) * sh_w, cast(z, state.dtype.element_ty), m_t)
     return cast(y, x.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def state_tile(o_k, BV: tl.constexpr, KI: tl.constexpr):
-    """Columns and rows of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
-    BK: tl.constexpr = o_k.shape[0]
-    if KI == BK:
-        return o_k[None, :], tl.arange(0, BV)[:, None]
-    else:
-        t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
-        return t_k, tl.arange(0, BV)[None, :, None]
 
 
 # Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
@@ -189,24 +171,24 @@ def kda_verify_kernel(
             S = tl.load(state, m_s, 0.0).to(tl.float32)
             if count > 0:
                 for t in range(count):
-                    S = step(S, pick(old_k, t), pick(old_decay, t), pick(old_d, t), KI, BK)
+                    S = step(S, row(old_k, t), row(old_decay, t), row(old_d, t), KI, BK)
                 checkpoint = cast(S, state_ptr.dtype.element_ty)
                 tl.store(state, checkpoint, m_s)
                 S = checkpoint.to(tl.float32)
                 tl.debug_barrier()  # a record is overwritten once every warp has read it
             for t in range(L):
-                k_t, decay_t = pick(k, t), pick(decay, t)
+                k_t, decay_t = row(k, t), row(decay, t)
                 t_S = S * along_k(decay_t, KI)
-                d = pick(v, t) - sum_k(t_S * along_k(k_t, KI), KI, BK)
+                d = row(v, t) - sum_k(t_S * along_k(k_t, KI), KI, BK)
                 d *= tl.sum(tl.where(o_t == t, b, 0.0), 0)
-                o_i = sum_k(t_S * along_k(pick(q, t), KI), KI, BK) + d * tl.sum(tl.where(o_t == t, kq, 0.0), 0)
+                o_i = sum_k(t_S * along_k(row(q, t), KI), KI, BK) + d * tl.sum(tl.where(o_t == t, kq, 0.0), 0)
                 S = step(S, k_t, decay_t, d, KI, BK)
                 tl.store(record + t * HV * RECORD + 2 * K + c, d, m_c)
                 here = (o_t == t)[:, None, None] & (tl.arange(0, PV) == i)[None, :, None]
                 o = tl.where(here, o_i[None, None, :], o)
-        row = record + o_t[:, None] * (HV * RECORD) + o_k[None, :]
-        tl.store(row, k, m_tk)
-        tl.store(row + K, decay, m_tk)
+        place = record + o_t[:, None] * (HV * RECORD) + o_k[None, :]
+        tl.store(place, k, m_tk)
+        tl.store(place + K, decay, m_tk)
 
         o *= (1.0 / tl.sqrt(tl.sum(tl.sum(o * o, 2), 1) / V + eps))[:, None, None]
         if norm_ptr is not None:
@@ -256,7 +238,7 @@ def kda_commit_kernel(
             k, decay, d = load_records(record, count, o_k, m_k, c, c < V, HV * RECORD, K, PT)
             S = tl.load(state, m_s, 0.0).to(tl.float32)
             for t in range(count):
-                S = step(S, pick(k, t), pick(decay, t), pick(d, t), KI, BK)
+                S = step(S, row(k, t), row(decay, t), row(d, t), KI, BK)
             tl.store(state, cast(S, state_ptr.dtype.element_ty), m_s)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile helpers that several kernels share: token ranges, the gate, the l2 norm."""
+"""Tile helpers that several kernels share: token ranges, the gate, products, the state's tiles in decode."""
 import triton
 import triton.language as tl
 
@@ -113,7 +113,7 @@ def fine_dot(a, x, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def row(x, i: tl.constexpr):
+def row(x, i):
     """Row `i` of a tile [C, K]: a sum with one term, the same bits in any order."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == i, x, 0.0), 0)
 
@@ -134,3 +134,42 @@ def unit_triangular_inverse(A, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: 
             A_h = tl.where(level_pairs(i, j, 1 << level), A, 0.0)
             M -= fine_dot(M, fine_dot(A_h, M, SPLIT, PRECISION), SPLIT, PRECISION)
     return M
+
+
+@triton.jit
+def state_tile(o_k, BV: tl.constexpr, KI: tl.constexpr):
+    """Columns and rows of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
+    BK: tl.constexpr = o_k.shape[0]
+    if KI == BK:
+        return o_k[None, :], tl.arange(0, BV)[:, None]
+    else:
+        t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
+        return t_k, tl.arange(0, BV)[None, :, None]
+
+
+@triton.jit
+def along_k(x, KI: tl.constexpr):
+    """[BK] as a factor of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
+    BK: tl.constexpr = x.shape[0]
+    if KI == BK:
+        return x[None, :]
+    else:
+        return tl.reshape(x, (BK // KI, 1, KI))
+
+
+@triton.jit
+def along_v(x, KI: tl.constexpr, BK: tl.constexpr):
+    """[BV] as a factor of a state tile."""
+    if KI == BK:
+        return x[:, None]
+    else:
+        return x[None, :, None]
+
+
+@triton.jit
+def sum_k(S, KI: tl.constexpr, BK: tl.constexpr):
+    """[BV] sums over K of a state tile."""
+    if KI == BK:
+        return tl.sum(S, 1)
+    else:
+        return tl.sum(tl.sum(S, 0), 1)

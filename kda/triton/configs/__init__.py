@@ -36,7 +36,7 @@ def _warp_size(device: torch.device) -> int:
 def _decode(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
     # One program sees all of a value head, for its norm. On a GPU the state passes through registers, 128 a thread (at
     # 128 x 128 all of it at once; 64 where q, k and the decay take more of them); a row of K lies in 8 lanes of 16
-    # bytes, so that a sum over it takes 3 shuffles. With a thread for each key channel (and not two) Triton does the
+    # bytes, so that a sum over it takes few shuffles. With a thread for each key channel (and not two) Triton does the
     # convolutions once a program.
     BK, BV = next_power_of_2(K), next_power_of_2(V)
     if device.type == "cpu":
