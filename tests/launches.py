@@ -163,6 +163,9 @@ def main(target, compiles):
     torch.cuda.current_device = lambda: 0
     properties = SimpleNamespace(multi_processor_count=132, warp_size=TARGETS[target][2])
     torch.cuda.get_device_properties = lambda device: properties
+    torch.cuda.is_available = lambda: True
+    arch = TARGETS[target][1]  # AMD's is a name, and nobody asks for its number
+    torch.cuda.get_device_capability = lambda device=None: divmod(arch, 10) if isinstance(arch, int) else (9, 4)
     triton.runtime.driver.set_active(PretendedDriver(GPUTarget(*TARGETS[target])))
     jit_run = JITFunction.run
     op = None

@@ -22,12 +22,10 @@ from kda.triton.tiles import along_k, along_v, cast, log_decay, row, sequence_ra
 
 
 @triton.jit
-def request(indices, accepted, n, N, slots, window, idx_n, acc_n):
+def request(indices, accepted, n, N, slots, window, idx_n, acc_n, commits):
     """Slot of row `n`, how many records are to be applied, and whether all that is in range."""
     slot = tl.load(indices + n * idx_n, n < N, 0).to(tl.int64)
-    count = n * 0
-    if accepted is not None:
-        count += tl.load(accepted + n * acc_n, n < N, 0).to(tl.int64)
+    count = tl.load(accepted + n * acc_n, n < N, 0).to(tl.int64) * commits
     return slot, count, (slot > 0) & (slot < slots) & (count >= 0) & (count <= window)
 
 
@@ -84,7 +82,7 @@ def window_tile(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
 
 # Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
 @triton.jit(
-    do_not_specialize=["N", "T", "slots", "window", "idx_n", "acc_n"],
+    do_not_specialize=["N", "T", "slots", "window", "commits", "idx_n", "acc_n"],
     do_not_specialize_on_alignment=[
         "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "record_ptr", "out_ptr", "x_t", "g_t", "g_h", "beta_t",
         "gate_t", "gate_h", "conv_n", "conv_d", "conv_w", "rec_n", "out_t", "out_h",
@@ -94,7 +92,7 @@ def kda_verify_kernel(
     x_ptr, g_ptr, beta_ptr, gate_ptr, indices, cu_seqlens, accepted, weight_ptr, conv_bias_ptr, A_log_ptr, bias_ptr,
     norm_ptr,  # inputs
     conv_ptr, state_ptr, record_ptr, out_ptr,
-    scale, lower_bound, eps, N, T, slots, window,
+    scale, lower_bound, eps, N, T, slots, window, commits,
     x_t, g_t, g_h, beta_t, gate_t, gate_h, idx_n, acc_n, weight_d, weight_w, conv_n, conv_d, conv_w, state_n, rec_n, out_t,
     out_h,
     H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
@@ -107,7 +105,7 @@ def kda_verify_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     RECORD: tl.constexpr = 2 * K + V
     bos, eos = sequence_range(cu_seqlens, n, N, T)
-    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n)
+    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n, commits)
     L = tl.where(live, tl.minimum(eos - bos, window), 0)
 
     o_t = tl.arange(0, PT).to(tl.int64)
@@ -215,7 +213,7 @@ def kda_commit_kernel(
     R: tl.constexpr = HV // H
     NV: tl.constexpr = (V + BV - 1) // BV
     RECORD: tl.constexpr = 2 * K + V
-    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n)
+    slot, count, live = request(indices, accepted, n, N, slots, window, idx_n, acc_n, 1)
     if not (live & (count > 0)):
         return
 
@@ -255,8 +253,11 @@ def kda_verify(
     fresh = out is None
     if fresh:
         out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
+    # None is a factor of zero and no kernel of its own: the sums of one kernel have one order.
+    commits = num_accepted_tokens is not None
+    accepted = num_accepted_tokens if commits else ssm_state_indices
     tensors = (
-        qkv, raw_g, beta, out_gate, ssm_state_indices, cu_seqlens, num_accepted_tokens, conv_weight, conv_bias, A_log,
+        qkv, raw_g, beta, out_gate, ssm_state_indices, cu_seqlens, accepted, conv_weight, conv_bias, A_log,
         g_bias, norm_weight, conv_state, ssm_state, records, out,
     )  # fmt: skip
     if _verify.again(seen, tensors):
@@ -269,9 +270,9 @@ def kda_verify(
     _verify(
         seen, rows * H, tensors,
         (scale, 0.0 if lower_bound is None else lower_bound, eps, N, T,
-         min(len(conv_state), len(ssm_state), len(records)), window, qkv.stride(0), *raw_g.stride()[:2], beta.stride(0),
+         min(len(conv_state), len(ssm_state), len(records)), window, int(commits), qkv.stride(0), *raw_g.stride()[:2], beta.stride(0),
          *out_gate.stride()[:2], ssm_state_indices.stride(0),
-         0 if num_accepted_tokens is None else num_accepted_tokens.stride(0), *conv_weight.stride(),
+         accepted.stride(0), *conv_weight.stride(),
          *conv_state.stride(), ssm_state.stride(0), records.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K),
         PV=configs.next_power_of_2(-(-V // cfg["BV"])), PT=configs.next_power_of_2(window),

@@ -56,6 +56,11 @@ def _large_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def _rdna(device: torch.device) -> bool:
+    """There Triton 3.6 fails to compile some pipelined loops."""
+    return device.type == "cuda" and torch.version.hip is not None and _warp_size(device) == 32
+
+
 def fp32_products(device: torch.device) -> str:
     """How fp32 operands enter a product and stay fp32: three TF32 products on NVIDIA's tensor cores."""
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
@@ -69,7 +74,7 @@ def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.de
         return cfg | {
             "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2,
             "intra": {"num_warps": 2, "num_stages": 1} | options,
-            "walk": {"num_warps": 4, "num_stages": 3 if _large_shared_memory(device) else 2},
+            "walk": {"num_warps": 4, "num_stages": 3 if _large_shared_memory(device) else 1 if _rdna(device) else 2},
         }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
