@@ -21,20 +21,20 @@ from pathlib import Path
 import peers
 from common import Results, graph_ms
 from gpu_first import LB, inputs, offsets, our_chunk
+from kda import validation
 from kda.triton import chunk, configs, walk
 
 INTRA = [
     {"PARTS": parts, "intra": {"num_warps": warps, "num_stages": 1} | ({"maxnreg": registers} if registers else {})}
-    for parts, (warps, most) in itertools.product(
-        (1, 2), [(1, (None, 168, 200)), (2, (None, 168, 144, 128, 112, 96)), (4, (128, 96, 80))]
-    )
+    for parts, (warps, most) in itertools.product((1, 2), [(1, (None, 200)), (2, (None, 168, 128))])
     for registers in most
 ]
 WALK = [
-    {"BV": BV, "walk": {"num_warps": warps, "num_stages": stages}}
-    for (BV, warps), stages in itertools.product([(32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8)], (2, 3, 4))
+    {"BV": BV, "PIECES": pieces, "walk": {"num_warps": warps, "num_stages": stages}}
+    for (BV, warps), stages, pieces in itertools.product([(64, 4), (32, 4), (128, 8)], (2, 3, 4, 5), (3, 1))
+    if pieces == 3 or stages == 3
 ]
-KERNELS = {"intra": (chunk, "chunk_intra_kernel", INTRA), "walk": (walk, "chunk_walk_kernel", WALK)}
+KERNELS = {"intra": (chunk._intra, INTRA), "walk": (walk._walk, WALK)}
 pick = configs.pick
 
 
@@ -48,15 +48,16 @@ class Skipped:
 def use(config: dict, only: str) -> None:
     """From here on the rule takes `config` where it differs from the default, and launches one of its kernels only."""
     configs.pick = lambda kernel, **shape: pick(kernel, **shape) | (config if kernel == "chunk" else {})
-    for name, (module, kernel, _) in KERNELS.items():
-        setattr(module, kernel, ORIGINAL[name] if name == only else Skipped())
+    for name, (launch, _) in KERNELS.items():
+        launch.kernel = ORIGINAL[name] if name == only else Skipped()
+    validation._seen.clear()
 
 
-ORIGINAL = {name: getattr(module, kernel) for name, (module, kernel, _) in KERNELS.items()}
+ORIGINAL = {name: launch.kernel for name, (launch, _) in KERNELS.items()}
 
 
 def candidates() -> Iterator[tuple[str, dict]]:
-    for name, (_, _, found) in KERNELS.items():
+    for name, (_, found) in KERNELS.items():
         yield from ((name, config) for config in found)
 
 
@@ -90,7 +91,7 @@ def main() -> int:
             results.add("flashkda", f"H={H} FlashKDA {flash:.4f} ms", H=H, ms=flash)
         except (ImportError, RuntimeError) as error:
             print(f"FlashKDA: {error}")
-        for name, (_, _, found) in KERNELS.items():
+        for name, (_, found) in KERNELS.items():
             rows = []
             for config in found:
                 if time.perf_counter() - begin > opts.seconds:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation on one GPU: its error against an fp64 recurrence, its time beside the public kernels.
 
-    PYTHONPATH=.:.peers python bench/gpu_first.py --out DIR [--part accuracy|prefill|decode|ops] [--peers ...]
+    PYTHONPATH=.:.peers python bench/gpu_first.py --out DIR [--part accuracy|prefill|layer|decode|ops] [--peers ...]
 
 `.peers` holds public kernels to compare with (vLLM's Triton ones, FlashKDA, flash-linear-attention); what is
 not there is left out. Peers get contiguous inputs in the layouts that they want; so do we, but for `strided`.
@@ -220,17 +220,19 @@ def prefill_row(
         "ours": attempt(lambda: median_ms(ours, opts.runs)),
         "strided": attempt(lambda: median_ms(partial(our_chunk, xs, cu), opts.runs)),
         "graph": attempt(lambda: graph_ms(ours, 4)),
+        "unbounded": attempt(lambda: graph_ms(partial(our_chunk, x | {"A_log": (x["A_log"].exp() * 15 + 1).log()}, cu, False), 4)),
     }
     for peer in rivals:
         ms[peer] = attempt(lambda: median_ms(peers.CHUNK[peer](x, cu, LB), opts.runs))
     kernels, waits = attempt(lambda: kernel_us(ours)), attempt(lambda: synchronises(ours))
+    launch = attempt(lambda: host_us(ours))
     results.add(
         "prefill",
         f"prefill T={T} H={H} N={N}{'*' if marked else ''}: "
         + "  ".join(f"{name} {show(t)}" for name, t in ms.items())
         + "".join(f"  ours/{p} {times(ms['ours'], ms[p])}" for p in rivals)
-        + f"  floor {floor:.3f} ms" + (f"  WAITS: {waits}" if waits else ""),
-        T=T, H=H, lens=lens, ms=ms, ratios={p: ratio(ms["ours"], ms[p]) for p in rivals}, floor_ms=floor,
+        + f"  floor {floor:.3f} ms  launched in {show(launch, ' us', 1)}" + (f"  WAITS: {waits}" if waits else ""),
+        T=T, H=H, lens=lens, launch_us=launch, ms=ms, ratios={p: ratio(ms["ours"], ms[p]) for p in rivals}, floor_ms=floor,
         kernel_us=kernels, synchronises=waits,
     )
 
@@ -370,7 +372,53 @@ def ops_row(
     )
 
 
-PARTS = {"accuracy": accuracy, "prefill": prefill, "decode": decode, "ops": ops}
+def layer(results: Results, opts: argparse.Namespace) -> None:
+    """kda_prefill beside its operations one by one, and what checkpoints every 512 tokens add."""
+    for H, lens in [(64, [8192]), (64, SIX), (16, SIX)]:
+        layer_row(results, H, shorter(lens) if opts.small else lens, 16 if opts.small else 512)
+
+
+def layer_row(results: Results, H: int, lens: list[int], every: int) -> None:
+    T, N, dim = sum(lens), len(lens), 3 * H * D
+    x, cu, norm = inputs(T, H, N), offsets(lens), our_norm()
+    at = [sum(lens[:n]) + end for n, length in enumerate(lens) for end in range(every, length, every)]
+    pool = torch.cat([x["h0"][:1]] + [x["h0"]] + [x["h0"][:1]] * len(at))
+    slots, has = torch.arange(1, N + 1, device=DEV).int(), torch.ones(N, dtype=torch.bool, device=DEV)
+    kept = torch.arange(N + 1, N + 1 + len(at), device=DEV).int()
+    where = torch.tensor(at, device=DEV, dtype=torch.int32)
+    qkv = torch.randn(T, dim, device=DEV, dtype=BF16)
+    gate, g, beta = torch.randn(T, H, D, device=DEV, dtype=BF16), x["g"][0], x["beta"][0]
+    conv_pool = torch.randn(len(pool), 3, dim, device=DEV, dtype=BF16).transpose(1, 2)
+    weight = torch.randn(dim, 4, device=DEV)
+
+    def whole(**checkpoints: Tensor) -> Tensor:
+        return kda.kda_prefill(
+            qkv, g, beta, gate, conv_pool, pool, slots, cu, has, weight, x["A_log"], x["bias"], norm.weight,
+            lower_bound=LB, **checkpoints,
+        )
+
+    def apart() -> Tensor:
+        y = kda.causal_conv1d_fn(qkv.T, weight, None, conv_pool, cu, slots, has, activation="silu").T
+        q, k, v = y.view(1, T, 3, H, D).unbind(2)
+        o, h = our_chunk(x | dict(q=q, k=k, v=v, h0=kda.gather_initial_states(pool, slots, has)), cu)
+        kda.scatter_states(pool, h, slots)
+        return norm(o[0], gate)
+
+    keeping = partial(whole, checkpoint_offsets=where, checkpoint_indices=kept)
+    ms = {"apart": attempt(lambda: graph_ms(apart, 4)), "kda_prefill": attempt(lambda: graph_ms(whole, 4)),
+          "with checkpoints": attempt(lambda: graph_ms(keeping, 4))}
+    launch = attempt(lambda: host_us(whole))
+    kernels, waits = attempt(lambda: kernel_us(keeping)), attempt(lambda: synchronises(keeping))
+    results.add(
+        "layer",
+        f"layer T={T} H={H} N={N}: " + "  ".join(f"{name} {show(t)} ms" for name, t in ms.items())
+        + f"  {len(at)} checkpoints cost {times(ms['with checkpoints'], ms['kda_prefill'])}"
+        + f"  launched in {show(launch, ' us', 1)}" + (f"  WAITS: {waits}" if waits else ""),
+        T=T, H=H, lens=lens, checkpoints=len(at), ms=ms, launch_us=launch, kernel_us=kernels, synchronises=waits,
+    )
+
+
+PARTS = {"accuracy": accuracy, "prefill": prefill, "layer": layer, "decode": decode, "ops": ops}
 
 
 def main() -> int:

@@ -63,19 +63,6 @@ def use_backend(name: str):
         _override.reset(token)
 
 
-def without_gradients(operation):
-    """`torch.no_grad()`, which costs nothing where gradients are off already."""
-
-    @functools.wraps(operation)
-    def run(*args, **kwargs):
-        if not torch.is_grad_enabled():
-            return operation(*args, **kwargs)
-        with torch.no_grad():
-            return operation(*args, **kwargs)
-
-    return run
-
-
 def call(stage: str, operation: str, device: torch.device, *args, **hints):
     """Runs `operation` of `stage` ("conv", "chunk", ..) as the backend of `device` implements it.
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda import library
 from kda import validation as check
-from kda.dispatch import call, without_gradients
+from kda.dispatch import call
+from kda.library import operation
 
 
-@without_gradients
+@operation(library.like("qkv", shape="out_gate"), mutates=("conv_state", "ssm_state"))
 def kda_decode(
     qkv: Tensor,
     raw_g: Tensor,
@@ -84,14 +86,14 @@ def kda_decode(
         seen.checked = True
     if out is not None:
         check.apart(
-            out, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
+            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
             ssm_state_indices=ssm_state_indices, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
             norm_weight=norm_weight, conv_bias=conv_bias,
         )  # fmt: skip
     return call(
         "decode", "kda_decode", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias,
-        *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation), out, seen=seen,
+        *layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation), out, seen=seen,
     )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def _check_decode(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias, norm_weight,
     conv_bias, lower_bound, activation,
 ) -> None:  # fmt: skip
-    N = _check_layer_tokens(
+    N = check_layer_tokens(
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
         activation,
     )  # fmt: skip
@@ -115,7 +117,7 @@ def _key_heads(name: str, what: str, dim: int, HV: int, K: int, V: int) -> int:
     return H
 
 
-def _rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation) -> tuple:
+def layer_rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation) -> tuple:
     """The layer's own arguments, as backends take them."""
     return (
         A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
@@ -124,7 +126,7 @@ def _rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation) ->
     )  # fmt: skip
 
 
-def _check_layer_tokens(
+def check_layer_tokens(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
     activation,
 ) -> int:  # fmt: skip
@@ -149,7 +151,7 @@ def _check_layer_tokens(
     return N
 
 
-@without_gradients
+@operation(library.like("qkv", shape="out_gate"), mutates=("conv_state", "ssm_state"))
 def kda_prefill(
     qkv: Tensor,
     raw_g: Tensor,
@@ -215,7 +217,38 @@ def kda_prefill(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([70, 2, 32]), [2, 5, 7])
     """
-    T = _check_layer_tokens(
+    seen = check.seen(
+        "kda_prefill", qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens,
+        has_initial_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, scale, lower_bound, activation, eps,
+        checkpoint_offsets, checkpoint_indices, out,
+    )  # fmt: skip
+    if not seen.checked:
+        _check_prefill(
+            qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
+            conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound, activation, checkpoint_offsets,
+            checkpoint_indices,
+        )  # fmt: skip
+        check.output(out, out_gate.shape, qkv.dtype, qkv)
+        seen.checked = True
+    if out is not None:
+        check.apart(
+            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
+            ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens, conv_weight=conv_weight, A_log=A_log,
+            g_bias=g_bias, norm_weight=norm_weight, conv_bias=conv_bias,
+        )  # fmt: skip
+    return call(
+        "prefill", "kda_prefill", qkv.device,
+        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
+        conv_bias, *layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
+        checkpoint_offsets, checkpoint_indices, out, seen=seen,
+    )  # fmt: skip
+
+
+def _check_prefill(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
+    A_log, g_bias, norm_weight, conv_bias, lower_bound, activation, checkpoint_offsets, checkpoint_indices,
+) -> None:  # fmt: skip
+    T = check_layer_tokens(
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
         activation,
     )  # fmt: skip
@@ -232,20 +265,9 @@ def kda_prefill(
     if checkpoint_offsets is not None:
         check.vector("checkpoint_offsets", checkpoint_offsets, None, check.INDICES, qkv)
         check.slots("checkpoint_indices", checkpoint_indices, checkpoint_offsets.numel(), pool, qkv)
-    check.output(
-        out, out_gate.shape, qkv.dtype, qkv, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state,
-        ssm_state=ssm_state, ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens, conv_weight=conv_weight,
-        A_log=A_log, g_bias=g_bias, norm_weight=norm_weight, conv_bias=conv_bias,
-    )
-    return call(
-        "prefill", "kda_prefill", qkv.device,
-        qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
-        conv_bias, *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
-        checkpoint_offsets, checkpoint_indices, out,
-    )  # fmt: skip
 
 
-@without_gradients
+@operation(library.like("qkv", shape="out_gate"), mutates=("conv_state", "ssm_state", "records"))
 def kda_verify(
     qkv: Tensor,
     raw_g: Tensor,
@@ -319,14 +341,14 @@ def kda_verify(
         num_accepted_tokens, conv_weight, A_log, g_bias, norm_weight, conv_bias, scale, lower_bound, activation, eps, out,
     )  # fmt: skip
     if not seen.checked:
-        T = _check_layer_tokens(
+        T = check_layer_tokens(
             qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias,
             lower_bound, activation,
         )  # fmt: skip
         if cu_seqlens is None:
             check.refuse("cu_seqlens", "None", "N + 1 offsets")
         N = check.sequences(cu_seqlens, 1, T, qkv)
-        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, qkv)
+        window = check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, qkv)
         if conv_state.shape[2] != conv_weight.shape[1] - 1 + window:
             wanted = f"{conv_weight.shape[1] - 1} + {window}, for a window of {window}"
             check.refuse("conv_state", f"{conv_state.shape[2]} columns", wanted)
@@ -336,7 +358,7 @@ def kda_verify(
         seen.checked = True
     if out is not None:
         check.apart(
-            out, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
+            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
             records=records, ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens,
             num_accepted_tokens=num_accepted_tokens, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
             norm_weight=norm_weight, conv_bias=conv_bias,
@@ -344,12 +366,12 @@ def kda_verify(
     return call(
         "speculative", "kda_verify", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
-        conv_weight, conv_bias, *_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
+        conv_weight, conv_bias, *layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
         out, seen=seen,
     )  # fmt: skip
 
 
-@without_gradients
+@operation(library.nothing, mutates=("conv_state", "ssm_state"))
 def kda_commit(
     conv_state: Tensor, ssm_state: Tensor, records: Tensor, ssm_state_indices: Tensor, num_accepted_tokens: Tensor
 ) -> None:
@@ -386,7 +408,7 @@ def kda_commit(
         dim = check.tensor("conv_state", conv_state, ("slots", "dim", "columns"), check.ACTIVATIONS, ssm_state).shape[1]
         _key_heads("conv_state", "channels", dim, HV, K, V)
         N = len(ssm_state_indices) if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
-        window = _check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
+        window = check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
         check.conv_states("conv_state", conv_state, dim, check.CONV_WIDTHS.start - 1 + window, ssm_state)
         if conv_state.shape[2] + 1 - window not in check.CONV_WIDTHS:
             check.refuse("conv_state", f"{conv_state.shape[2]} columns", f"W - 1 + {window}, W from 2 to 8")
@@ -397,7 +419,7 @@ def kda_commit(
     )  # fmt: skip
 
 
-def _check_draft(
+def check_draft(
     conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N: int, like: Tensor
 ) -> int:  # fmt: skip
     """Checks the records, slots and counts of `kda_verify` and `kda_commit`; returns the window."""

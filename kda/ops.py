@@ -14,15 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda import library
 from kda import validation as check
-from kda.dispatch import call, without_gradients
-
-# Hints that vLLM's and fla's callers pass and that have nothing to say here: the grid needs no tables from the host.
-_HINTS = frozenset({"chunk_indices", "chunk_offsets", "chunk_size", "cu_seqlens_cpu"})
+from kda.dispatch import call
+from kda.library import operation
 
 
 def _only_hints(kwargs: dict) -> None:
-    unknown = sorted(set(kwargs) - _HINTS)
+    unknown = sorted(set(kwargs) - library.HINTS)
     if unknown:
         raise TypeError(f"got unexpected keyword arguments: {', '.join(unknown)}")
 
@@ -33,7 +32,7 @@ def _silu(activation: bool | str | None) -> bool:
     return bool(activation)
 
 
-@without_gradients
+@operation(library.like("x"), mutates=("conv_states",))
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -98,7 +97,7 @@ def causal_conv1d_fn(
     )  # fmt: skip
 
 
-@without_gradients
+@operation(library.like("x"), mutates=("conv_state",))
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -172,7 +171,7 @@ def causal_conv1d_update(
     return out if out is not None else y.squeeze(-1) if single else y
 
 
-@without_gradients
+@operation(library.gate)
 def fused_kda_gate(
     g: Tensor,
     A: Tensor,
@@ -220,7 +219,7 @@ def fused_kda_gate(
     return y.view(*g.shape[:-1], H, K)
 
 
-@without_gradients
+@operation(library.output_and_final_state)
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -269,7 +268,7 @@ def chunk_kda(
     )  # fmt: skip
 
 
-@without_gradients
+@operation(library.output_and_final_state)
 def chunk_kda_with_fused_gate(
     q: Tensor,
     k: Tensor,
@@ -321,22 +320,35 @@ def _chunk(
     q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, sigmoid_beta, A_log, g_bias,
     lower_bound, out, g_name="g",
 ):  # fmt: skip
-    B, T, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=False, g_name=g_name)
+    seen = check.seen(
+        "chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, sigmoid_beta, A_log,
+        g_bias, lower_bound, out,
+    )  # fmt: skip
+    if not seen.checked:
+        _check_chunk(q, k, v, g, beta, initial_state, cu_seqlens, A_log, g_bias, g_name)
+        check.output(out, v.shape, v.dtype, q)
+        seen.checked = True
+    if out is not None:
+        check.apart(out, seen, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, g_bias=g_bias)
+    K = q.shape[3]
     if A_log is not None:
-        A_log, g_bias = check.gate_parameters(A_log, g_bias, H, HV, K, q)
-    if initial_state is not None:
-        check.states("initial_state", initial_state, N, HV, V, K, q)
-    check.output(
-        out, v.shape, v.dtype, q, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, g_bias=g_bias
-    )
+        A_log, g_bias = A_log.view(-1), None if g_bias is None else g_bias.view(-1, K)
     return call(
         "chunk", "chunk_kda", q.device,
         q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, output_final_state, cu_seqlens, l2norm,
-        sigmoid_beta, A_log, g_bias, lower_bound, out,
+        sigmoid_beta, A_log, g_bias, lower_bound, out, seen=seen,
     )  # fmt: skip
 
 
-@without_gradients
+def _check_chunk(q, k, v, g, beta, initial_state, cu_seqlens, A_log, g_bias, g_name) -> None:
+    _, _, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=False, g_name=g_name)
+    if A_log is not None:
+        check.gate_parameters(A_log, g_bias, H, HV, K, q)
+    if initial_state is not None:
+        check.states("initial_state", initial_state, N, HV, V, K, q)
+
+
+@operation(library.output_and_states, mutates=("initial_state",))
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -408,7 +420,7 @@ def fused_recurrent_kda(
         seen.checked = True
     if out is not None:
         check.apart(
-            out, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, a_log=a_log, g_bias=g_bias
+            out, seen, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, a_log=a_log, g_bias=g_bias
         )
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
@@ -471,7 +483,7 @@ def _window(indices: Tensor, accepted: Tensor | None, cu_seqlens: Tensor | None,
         check.refuse("ssm_state_indices", f"a window of {indices.shape[1]}", f"{longest}, the longest sequence, or more")
 
 
-@without_gradients
+@operation(library.output_and_residual)
 def rms_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -538,7 +550,7 @@ def rms_norm_gated(
     return (out, residual_out) if prenorm else out
 
 
-@without_gradients
+@operation(library.rows_of_pool)
 def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
     """Rows of a state pool as one tensor, zeros where a request starts fresh.
 
@@ -562,7 +574,7 @@ def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Ten
     return call("states", "gather_initial_states", state.device, state, indices, has_initial_state)
 
 
-@without_gradients
+@operation(library.nothing, mutates=("state",))
 def scatter_states(state: Tensor, src: Tensor, indices: Tensor) -> None:
     """Writes rows into a state pool: `state[indices] = src`, in place.
 

@@ -30,10 +30,10 @@ class Seen:
     `launches` is for backends: what they prepared for such arguments.
     """
 
-    __slots__ = ("checked", "launches")
+    __slots__ = ("checked", "extents", "launches")
 
     def __init__(self) -> None:
-        self.checked, self.launches = False, {}
+        self.checked, self.extents, self.launches = False, {}, {}
 
 
 _seen: dict[tuple, Seen] = {}
@@ -264,12 +264,21 @@ def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool =
     return out
 
 
-def apart(out: Tensor, **inputs) -> None:
-    """`out` shares no memory with an input."""
-    end = _span(out)[1]
+def apart(out: Tensor, seen: Seen | None = None, **inputs) -> None:
+    """`out` shares no memory with an input. With `seen` a repeated call asks for addresses only."""
+    extents = {} if seen is None else seen.extents
+    if not extents:
+        for name, x in (("out", out), *inputs.items()):
+            if x is not None:
+                start, end = _span(x)
+                extents[name] = end - start
+    start = out.data_ptr()
+    end = start + extents["out"]
     for name, x in inputs.items():
-        if x is not None and x.data_ptr() < end and may_share_memory(out, x):
-            refuse("out", f"memory that `{name}` uses", "a buffer of its own")
+        if x is not None:
+            first = x.data_ptr()
+            if first < end and start < first + extents[name] and may_share_memory(out, x):
+                refuse("out", f"memory that `{name}` uses", "a buffer of its own")
 
 
 def common_rows(name: str, tensors: Sequence[Tensor | None], limit: int) -> list[Tensor | None]:

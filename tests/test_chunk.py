@@ -11,6 +11,7 @@ from helpers import (BF16, DTYPES, FP16, FP32, GPU, assert_accurate, assert_only
                      recurrent, replace, starts)
 
 import kda
+from kda import validation
 
 NAN = float("nan")
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -411,6 +412,23 @@ def test_oracle_chunked_form_of_the_contract_equals_its_recurrence():
     assert oracle.err(o, want_o[0, :, 0]) < 1e-12 and oracle.err(S, want_state[0, 0]) < 1e-12
 
 
+@pytest.mark.parametrize("K", [128, 80])
+def test_decays_in_bf16_pieces(backend, monkeypatch, K):
+    """As the walk takes them on some GPUs: they lose nothing, however long a state lives."""
+    if backend.name == "reference":
+        pytest.skip("the reference has no pieces")
+    configs = importlib.import_module("kda.triton.configs")
+    pick = configs.pick
+    monkeypatch.setattr(configs, "pick", lambda kernel, **shape: pick(kernel, **shape) | {"PIECES": 3})
+    monkeypatch.setattr(validation, "_seen", {})
+    x = make(lens=(1, 700, 33), H=2, K=K, V=64, dtype=BF16, device=backend.device)
+    x = replace(x, g=x.g * 0 - 8.0)  # decays of 0.998
+    o, final = chunk(x)
+    want_o, want_state = x.oracle()
+    assert_accurate(o, want_o, BF16)
+    assert_accurate(final, want_state, BF16, "state")
+
+
 # ------------------------------------------------------------------------------------------------------------ segments
 
 
@@ -425,8 +443,10 @@ def test_a_walk_in_segments_equals_the_recurrence(backend, monkeypatch, shape, K
     walk = importlib.import_module("kda.triton.walk")
     kernel, launched = walk.chunk_combine_kernel, []
     counting = type("Counting", (), {"__getitem__": lambda self, grid: launched.append(grid) or kernel[grid]})
-    monkeypatch.setattr(walk, "chunk_combine_kernel", counting())
+    counting.arg_names = kernel.arg_names
+    monkeypatch.setattr(walk._combine, "kernel", counting())
     monkeypatch.setattr(walk, "segment_chunks", lambda *_: 2)
+    monkeypatch.setattr(validation, "_seen", {})
     shape = dict(lens=(0, 5, 32, 0, 33, 64, 150, 1)) if shape == "packed" else dict(B=2, T=70)
     x = make(**shape, K=K, V=V, dtype=dtype, device=backend.device)
     o, final = chunk(x)

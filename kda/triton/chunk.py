@@ -23,11 +23,17 @@ so both factors are exp of a sum that is never positive for a decaying gate. The
 M_2h = M_h - M_h A_h M_h, with A_h the entries of A at level h. Under a gate with a lower bound that C tokens cannot
 take out of the range of fp32, k exp(G) and k exp(-G) serve all pairs at once.
 """
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from kda.triton import configs, walk
+from kda.triton.launch import Launch, Scratch
 from kda.triton.tiles import (
     cast, dot, find_sequence, fine_dot, halves, level_pairs, log_decay, row, sequence_range, sign_dot,
     unit_triangular_inverse,
@@ -113,7 +119,7 @@ def part_of_channels(
     else:
         kk, qk, q_up, k_up, kg, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
     tl.store(kg_ptr + i[:, None] * K + o_k[None, :], cast(kg, dt), (i < C)[:, None] & (o_k < K)[None, :])
-    tl.store(decay_ptr + o_k, decay, o_k < K)
+    store_decay(decay_ptr + o_k, decay, o_k < K, K)
     return kk, qk, tl.sum(q * k, 1), tl.sum(q * q, 1), tl.sum(k * k, 1), q_up, k_up
 
 
@@ -133,6 +139,32 @@ def store_wz(
 
 
 @triton.jit
+def store_ur(tile, x, dt: tl.constexpr):
+    """U or R [C, C]; in bf16 two halves side by side."""
+    C: tl.constexpr = x.shape[0]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if dt == tl.bfloat16:
+        head, rest = halves(x)
+        tl.store(tile + i * (2 * C) + j, head)
+        tl.store(tile + i * (2 * C) + C + j, rest)
+    else:
+        tl.store(tile + i * C + j, x)
+
+
+@triton.jit
+def store_decay(decay_ptr, decay, m, K: tl.constexpr):
+    """Of pointers [BP]: fp32, or three bf16 pieces in rows of K that add up to it."""
+    if decay_ptr.dtype.element_ty == tl.bfloat16:
+        head, rest = halves(decay)
+        tl.store(decay_ptr, head, m)
+        head, rest = halves(decay - head.to(tl.float32))
+        tl.store(decay_ptr + K, head, m)
+        tl.store(decay_ptr + 2 * K, rest, m)
+    else:
+        tl.store(decay_ptr, decay, m)
+
+
+@triton.jit
 def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
     """acc + a @ b for an fp32 `a`, which bf16 products take in two halves."""
     if dt == tl.bfloat16:
@@ -145,8 +177,8 @@ def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    tiles_ptr,  # [slots, HV, ..]: -w, z, k exp(G_last - G) [C, K], U, R, U's rest [C, C], in the products' dtype
-    vectors_ptr,  # [slots, HV, ..] fp32: the diagonal of R [C], exp(G_last) [K]
+    tiles_ptr,  # [slots, HV, ..]: -w, z, k exp(G_last - G) [C, K], U, R [C, C] (or with their rests [C, 2 C])
+    decay_ptr,  # [slots, HV, K] fp32 or [slots, HV, 3, K] bf16: exp(G_last)
     out_ptr,
     scale, lower_bound, T, N, NC,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, out_t, out_h,  # strides
@@ -197,16 +229,17 @@ def chunk_intra_kernel(
     else:
         b = tl.where(live, 1.0, 0.0)
 
-    tiles = tiles_ptr + pid * (3 * C * K + 3 * C * C)
-    vectors = vectors_ptr + pid * (C + K)
+    CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
+    tiles = tiles_ptr + pid * (3 * C * K + 2 * C * CW)
+    decay_ptr += pid * (K if decay_ptr.dtype.element_ty == tl.float32 else 3 * K)
     BP: tl.constexpr = BK // PARTS
     A, P, p, qq, kk, q_up, k_up = part_of_channels(
-        q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, vectors + C, q_t, k_t, g_t,
+        q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, decay_ptr, q_t, k_t, g_t,
         K, 0, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
     )  # fmt: skip
     if PARTS == 2:
         A1, P1, p1, qq1, kk1, q_up1, k_up1 = part_of_channels(
-            q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, vectors + C, q_t, k_t, g_t,
+            q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, decay_ptr, q_t, k_t, g_t,
             K, BP, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
         )  # fmt: skip
         A, P, p, qq, kk = A + A1, P + P1, p + p1, qq + qq1, kk + kk1
@@ -215,34 +248,80 @@ def chunk_intra_kernel(
     else:
         q_inv, k_inv = qq * 0.0 + scale, kk * 0.0 + 1.0
     p *= k_inv  # the diagonal of P, in fp32; q_inv comes last everywhere
-    o_cc = 3 * C * K + r * C + s
 
     A *= (b * k_inv)[:, None] * k_inv[None, :]
     P *= k_inv[None, :]
     M = tl.where(r > s, unit_triangular_inverse(A, C, SPLIT, PRECISION), 0.0)
-    # What multiplies v: U with the norm that d carries, R without its diagonal, which stays in fp32.
-    R = (P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M) * b[None, :]
-    R_diag = p * b
-    tl.store(tiles + C * C + o_cc, cast(R * q_inv[:, None], dt))
-    tl.store(vectors + i, R_diag * q_inv)
+    # What multiplies v: U with the norm that d carries, and R.
+    R = tl.where(r == s, p[:, None], P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M) * b[None, :]
     U = tl.where(r == s, 1.0, M) * k_inv[:, None] * b[None, :]
-    if dt == tl.bfloat16:
-        U_head, U_rest = halves(U)
-        tl.store(tiles + o_cc, U_head)
-        tl.store(tiles + 2 * C * C + o_cc, U_rest)
-    else:
-        tl.store(tiles + o_cc, U)
+    store_ur(tiles + 3 * C * K, U, dt)
+    store_ur(tiles + 3 * C * K + C * CW, R * q_inv[:, None], dt)
     # What multiplies the state, through the keys; -w, to be added.
     U *= -k_inv[None, :]
-    R = tl.where(r == s, R_diag[:, None], R) * -k_inv[None, :]
+    R *= -k_inv[None, :]
     store_wz(tiles, U, R, q_up, k_up, q_inv, K, 0, PRECISION, dt)
     if PARTS == 2:
         store_wz(tiles, U, R, q_up1, k_up1, q_inv, K, BP, PRECISION, dt)
 
 
+_intra = Launch(chunk_intra_kernel)
+
+
+class Plan(NamedTuple):
+    """What follows from shapes: for `parts` of sequences (or as many sequences) `slots` places of a chunk."""
+
+    cfg: dict
+    parts: int
+    slots: int
+    chunks: int  # of a sequence, where all are of one length
+    segments: walk.Segments | None
+    scratch: Scratch
+
+
+def plan(B: int, T: int, K: int, HV: int, V: int, dtype, device, bounded: bool, sequences: int, parts: int | None) -> Plan:
+    """`parts` of `sequences`, None: a batch of B sequences that are not packed."""
+    cfg = configs.pick("chunk", N=B if parts is None else parts, HV=HV, K=K, V=V, T=T, dtype=dtype, device=device, bounded=bounded)
+    C = cfg["C"]
+    chunks = -(-T // C)
+    slots = B * chunks if parts is None else T // C + parts
+    # Products take bf16 operands where sums over many channels average their rounding out; else fp32 ones.
+    half = dtype == torch.bfloat16 and K > 64
+    segments = None
+    if parts is None or parts == sequences:
+        segments = walk.segments(sequences, HV, T, K, V, cfg, half, parts is not None, device)
+    tile, decay = 3 * C * K + C * C * (4 if half else 2), cfg["PIECES"] * K
+    scratch = [((slots, HV, tile), torch.bfloat16 if half else torch.float32),
+               ((slots, HV, decay), torch.bfloat16 if cfg["PIECES"] > 1 else torch.float32)]  # fmt: skip
+    if segments is not None:
+        scratch += [((segments.places, HV, rows, K), torch.float32) for rows in (V + K, V)]
+    return Plan(cfg, B if parts is None else parts, slots, chunks, segments, Scratch(device, *scratch))
+
+
+def find(
+    seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, initial_state, out, final_state, indices=None, has_initial=None
+) -> Callable[[], None] | None:  # fmt: skip
+    """The launches as before for the same `seen`, of tensors or their addresses; None if that is not to be had."""
+    found = None if seen is None else seen.launches.get("chunk")
+    if found is None or found.segments is not None:
+        return None
+    memory = found.scratch.empty()
+    tiles, decays = found.scratch.addresses(memory)
+    intra = _intra.find(seen, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out))
+    after = walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, out, final_state)
+    if intra is None or after is None:
+        return None
+
+    def launch(memory=memory) -> None:  # which has to last until then
+        intra()
+        after()
+
+    return launch
+
+
 def chunk_kda(
     q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm, sigmoid_beta,
-    A_log, g_bias, lower_bound, out, indices=None, has_initial=None, checkpoints=None,
+    A_log, g_bias, lower_bound, out, indices=None, has_initial=None, checkpoints=None, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.chunk.chunk_kda` takes them. Returns (out, final_state or None).
 
@@ -250,45 +329,43 @@ def chunk_kda(
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    if checkpoints is not None:
-        cu_seqlens = checkpoints.offsets
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1  # parts of sequences, where checkpoints cut them
     fresh = out is None
     if fresh:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = None
-    if indices is not None:
-        final_state = initial_state
-    elif output_final_state:
-        final_state = torch.empty(N, HV, V, K, dtype=torch.float32, device=v.device)
+    final_state = initial_state if indices is not None else None
+    sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if indices is None and output_final_state:
+        final_state = torch.empty(sequences, HV, V, K, dtype=torch.float32, device=v.device)
+    if checkpoints is not None:
+        cu_seqlens = checkpoints.offsets
+    else:
+        states = (initial_state, out, final_state, indices, has_initial)
+        launch = find(seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, *states)
+        if launch is not None:
+            launch()
+            return out, final_state
 
-    cfg = configs.pick("chunk", N=N, HV=HV, K=K, V=V, T=T, dtype=q.dtype, device=q.device)
+    bounded, varlen = A_log is not None and lower_bound is not None, cu_seqlens is not None
+    at_once = bounded and 16 * abs(lower_bound) * 1.4427 <= 118  # exp2 of it times |k| fits fp32 and bf16
+    made = plan(B, T, K, HV, V, q.dtype, q.device, at_once, sequences, cu_seqlens.numel() - 1 if varlen else None)
+    if seen is not None and checkpoints is None:
+        seen.launches["chunk"] = made
+    cfg, N, slots, NC, _, scratch = made
     C, BK = cfg["C"], max(configs.next_power_of_2(K), 16)
-    NC = -(-T // C)
-    slots = B * NC if cu_seqlens is None else T // C + N
-    # Products take bf16 operands where sums over many channels average their rounding out; else fp32 ones.
-    dt = torch.bfloat16 if q.dtype == torch.bfloat16 and BK > 64 else torch.float32
-    tiles = torch.empty(slots, HV, 3 * C * (K + C), dtype=dt, device=q.device)
-    vectors = torch.empty(slots, HV, C + K, dtype=torch.float32, device=q.device)
-    bounded = A_log is not None and lower_bound is not None
+    tiles, decays, *maps = scratch.tensors(scratch.empty())
     if T and HV:
-        chunk_intra_kernel[((slots + (cu_seqlens is not None)) * HV,)](
-            q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, vectors, out,
-            scale=scale, lower_bound=lower_bound or 0.0, T=T, N=N, NC=NC,
-            q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), k_b=k.stride(0), k_t=k.stride(1), k_h=k.stride(2),
-            g_b=g.stride(0), g_t=g.stride(1), g_h=g.stride(2),
-            beta_b=0 if beta is None else beta.stride(0), beta_t=0 if beta is None else beta.stride(1),
-            out_t=out.stride(1), out_h=out.stride(2),
+        _intra(
+            seen, (slots + varlen) * HV, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out),
+            (scale, lower_bound or 0.0, T, N, NC, *q.stride()[:3], *k.stride()[:3], *g.stride()[:3],
+             *((0, 0) if beta is None else beta.stride()[:2]), *out.stride()[1:3]),
             H=H, HV=HV, HA=HV if A_log is None else A_log.numel(), K=K, V=V,
-            C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64),
-            AT_ONCE=bounded and C * abs(lower_bound) * 1.4427 <= 118,  # exp2 of it times |k| fits fp32 and bf16
-            PARTS=cfg["PARTS"], IS_VARLEN=cu_seqlens is not None, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
+            C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64), AT_ONCE=at_once,
+            PARTS=cfg["PARTS"], IS_VARLEN=varlen, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
             ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
             **cfg["intra"],
         )  # fmt: skip
     if N and HV:
-        walk.walk(tiles, vectors, v, initial_state, cu_seqlens, out, final_state, sequences, NC, K, cfg,
-                  indices, has_initial, checkpoints)
+        walk.walk(tiles, decays, v, initial_state, cu_seqlens, out, final_state, sequences, NC, K, cfg, made.segments,
+                  maps, indices, has_initial, checkpoints, seen)  # fmt: skip
     return out, final_state

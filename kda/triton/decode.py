@@ -66,6 +66,26 @@ def sum_all(x, NV: tl.constexpr):
         return tl.sum(tl.sum(x, 1), 0)
 
 
+@triton.jit
+def queries_and_keys(z_q, z_k, w_q, w_k, b_q, b_k, scale, W: tl.constexpr, KI: tl.constexpr, dtype: tl.constexpr):
+    """q^ with its scale and k^ as factors of a state tile, and their product."""
+    q, k = convolve(z_q, w_q, b_q, W, dtype), convolve(z_k, w_k, b_k, W, dtype)
+    q_norm = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+    k_norm = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+    kq = tl.sum(k * q, 0) * (k_norm * q_norm)
+    return along_k(q * q_norm, KI), along_k(k * k_norm, KI), kq
+
+
+@triton.jit
+def decay_and_beta(g, g_bias, A_log, beta, lower_bound, KI: tl.constexpr, BOUNDED: tl.constexpr):
+    """exp(y) as a factor of a state tile, and b."""
+    y = g.to(tl.float32)
+    if g_bias is not None:
+        y += g_bias.to(tl.float32)
+    y = log_decay(y, tl.exp(A_log.to(tl.float32)), lower_bound, 1.0, 20.0, BOUNDED)
+    return along_k(tl.exp(y), KI), tl.sigmoid(beta.to(tl.float32))
+
+
 # Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
 @triton.jit(
     do_not_specialize=["slots", "idx_n"],
@@ -118,14 +138,20 @@ def kda_decode_kernel(
     t_k, t_v = state_tile(o_k, BV, KI)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + o_v, m_v, 0.0)
+    SLICES: tl.constexpr = STREAM or R * NV > 1
+    if SLICES:
+        q, k, kq = queries_and_keys(z_q, z_k, w_q, w_k, b_q, b_k, scale, W, KI, dtype)
     for r in range(R):
         hv = h * R + r
         h_a = hv // (HV // HA)
         g = tl.load(g_ptr + n * g_n + hv * g_h + o_k, m_k, 0.0)
+        g_bias = None
         if bias_ptr is not None:
             g_bias = tl.load(bias_ptr + h_a * K + o_k, m_k, 0.0)
         A_log, beta = tl.load(A_log_ptr + h_a), tl.load(beta_ptr + n * beta_n + hv)
         gate = tl.load(gate_ptr + n * gate_n + hv * gate_h + o_v, m_v, 0.0)
+        if SLICES:
+            decay, b = decay_and_beta(g, g_bias, A_log, beta, lower_bound, KI, BOUNDED)
 
         o = tl.zeros(o_v.shape, tl.float32)
         for i in range(NV):
@@ -153,17 +179,10 @@ def kda_decode_kernel(
             else:  # it is; but a compiler that does not know leaves what follows behind the loads of S
                 loaded = tl.load(indices + n * idx_n) == slot
             if loaded:
-                q, k = convolve(z_q, w_q, b_q, W, dtype), convolve(z_k, w_k, b_k, W, dtype)
                 v = convolve(z_v, w_v, b_v, W, dtype)
-                q_norm = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
-                k_norm = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-                kq = tl.sum(k * q, 0) * (k_norm * q_norm)
-                q, k = along_k(q * q_norm, KI), along_k(k * k_norm, KI)
-                y = g.to(tl.float32)
-                if bias_ptr is not None:
-                    y += g_bias.to(tl.float32)
-                y = log_decay(y, tl.exp(A_log.to(tl.float32)), lower_bound, 1.0, 20.0, BOUNDED)
-                decay, b = along_k(tl.exp(y), KI), tl.sigmoid(beta.to(tl.float32))
+                if not SLICES:
+                    q, k, kq = queries_and_keys(z_q, z_k, w_q, w_k, b_q, b_k, scale, W, KI, dtype)
+                    decay, b = decay_and_beta(g, g_bias, A_log, beta, lower_bound, KI, BOUNDED)
 
                 if STREAM:  # a row is loaded, used and stored before the next one
                     S_0 = tl.load(state, m_s, 0.0)

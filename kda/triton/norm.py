@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kda.triton import configs
+from kda.triton.launch import Launch
 from kda.triton.tiles import cast, dot
 
 
@@ -94,18 +95,31 @@ def rms_norm_gated_kernel(
             gated(a, scale, weight, bias, g, out, d0 + d, mask, opens, D, SILU)
 
 
-def rms_norm_gated(x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None):
+_launch = Launch(rms_norm_gated_kernel)
+
+
+def find(seen, *tensors):
+    """`rms_norm_gated` as before on `tensors` in the kernel's order, see Launch.find."""
+    return _launch.find(seen, tensors)
+
+
+def rms_norm_gated(
+    x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None, seen=None
+):  # fmt: skip
     """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape.
 
     With `padded` rows of zeros give zeros whatever their gate; of R1 the indices from `limit` [1] on, if given, are
     left as they are.
     """
+    tensors = (x, g, weight, bias, residual, residual_out, out, limit)
+    if _launch.again(seen, tensors):
+        return out
     R0, R1, R, D = x.shape
     strides = [(x if t is None else t).stride()[:3] for t in (x, g, residual, residual_out, out)]
     config = configs.pick("rms_norm_gated", D=D, device=x.device)
-    rms_norm_gated_kernel[(R0 * R1 * triton.cdiv(R, config["BR"]),)](
-        x, g, weight, bias, residual, residual_out, out, limit, eps, R1, R, D,
-        *(step for steps in strides for step in steps),
+    _launch(
+        seen, R0 * R1 * triton.cdiv(R, config["BR"]), tensors,
+        (eps, R1, R, D, *(step for steps in strides for step in steps)),
         SILU=activation == "silu", PADDED=padded, ONE_TILE=D <= config["BD"], **config,
     )  # fmt: skip
     return out

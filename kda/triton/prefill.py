@@ -118,31 +118,62 @@ def keep_conv_states(x, conv_state, W: int, cu_seqlens, indices, has_initial, of
 def kda_prefill(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
     conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, checkpoint_offsets, checkpoint_indices,
-    out,
+    out, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.prefill.kda_prefill` takes them. Returns the output."""
     T, (HV, K), V, W = len(qkv), raw_g.shape[1:], out_gate.shape[2], conv_weight.shape[1]
+    H = (qkv.shape[1] - HV * V) // (2 * K)
+    limit = None if out is None else cu_seqlens[-1:]
+    if out is None:
+        out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
+    keeps = checkpoint_offsets is not None and checkpoint_offsets.numel() and T
+    if has_initial_state is not None and not keeps and repeat(
+        seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
+        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, H * K,
+    ):  # fmt: skip
+        return out
+
     slots = min(conv_state.shape[0], ssm_state.shape[0])
     conv_state, ssm_state = conv_state[:slots], ssm_state[:slots]
     if has_initial_state is None:
         has_initial_state = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.bool, device=qkv.device)
     checkpoints = None
-    if checkpoint_offsets is not None and checkpoint_offsets.numel() and T:
+    if keeps:
         checkpoints = cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, T, slots)
         keep_conv_states(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, checkpoint_offsets,
                          checkpoint_indices)  # fmt: skip
     x = conv.causal_conv1d_fn(qkv.t(), conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices,
-                              has_initial_state, True, ()).t()  # fmt: skip
-    H = (qkv.shape[1] - HV * V) // (2 * K)
+                              has_initial_state, True, (), seen).t()  # fmt: skip
     q, k, v = x[None].split([H * K, H * K, HV * V], -1)
     v = v.unflatten(-1, (HV, V))
     o, _ = chunk.chunk_kda(
         q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v, raw_g[None], beta[None], scale, ssm_state, False,
-        cu_seqlens, True, True, A_log, g_bias, lower_bound, None, ssm_state_indices, has_initial_state, checkpoints,
+        cu_seqlens, True, True, A_log, g_bias, lower_bound, None, ssm_state_indices, has_initial_state, checkpoints, seen,
     )  # fmt: skip
-    limit = None if out is None else cu_seqlens[-1:]
-    if out is None:
-        out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
     if T:
-        norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit)
+        norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit,
+                            seen)  # fmt: skip
     return out
+
+
+def repeat(
+    seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, keys: int,
+) -> bool:  # fmt: skip
+    """Launches again as before for the same `seen`; False if that is not to be had. `keys`: columns of q, and of k."""
+    if seen is None or "chunk" not in seen.launches:
+        return False
+    x, o = (torch.empty(like.shape, dtype=qkv.dtype, device=qkv.device) for like in (qkv, out_gate))
+    q = x.data_ptr()
+    k, v = q + keys * x.element_size(), q + 2 * keys * x.element_size()
+    launches = (
+        conv.find(seen, qkv, conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices, has_initial_state, x),
+        chunk.find(seen, q, k, v, raw_g, beta, A_log, g_bias, cu_seqlens, ssm_state, o, ssm_state, ssm_state_indices,
+                   has_initial_state),
+        norm.find(seen, o, out_gate, norm_weight, None, None, None, out, limit),
+    )  # fmt: skip
+    if None in launches:
+        return False
+    for launch in launches:
+        launch()
+    return True

@@ -136,25 +136,34 @@ def unit_triangular_inverse(A, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: 
     return M
 
 
+# Of two dims that are equally far apart in memory, which one a warp's lanes go along first depends on Triton: it is to be
+# V and not the pieces of K, which a lane then adds up by itself.
+PIECES_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+
+
 @triton.jit
 def state_tile(o_k, BV: tl.constexpr, KI: tl.constexpr):
-    """Columns and rows of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
+    """Columns and rows of a state tile, [BV, BK] or, K in pieces, [BK / KI, BV, KI] or [BV, BK / KI, KI]."""
     BK: tl.constexpr = o_k.shape[0]
+    o_v, piece, o_i = tl.arange(0, BV), tl.arange(0, BK // KI) * KI, tl.arange(0, KI)
     if KI == BK:
-        return o_k[None, :], tl.arange(0, BV)[:, None]
+        return o_k[None, :], o_v[:, None]
+    elif PIECES_FIRST:
+        return piece[:, None, None] + o_i[None, None, :], o_v[None, :, None]
     else:
-        t_k = tl.arange(0, BK // KI)[:, None, None] * KI + tl.arange(0, KI)[None, None, :]
-        return t_k, tl.arange(0, BV)[None, :, None]
+        return piece[None, :, None] + o_i[None, None, :], o_v[:, None, None]
 
 
 @triton.jit
 def along_k(x, KI: tl.constexpr):
-    """[BK] as a factor of a state tile, [BV, BK] or [BK / KI, BV, KI]."""
+    """[BK] as a factor of a state tile."""
     BK: tl.constexpr = x.shape[0]
     if KI == BK:
         return x[None, :]
-    else:
+    elif PIECES_FIRST:
         return tl.reshape(x, (BK // KI, 1, KI))
+    else:
+        return tl.reshape(x, (1, BK // KI, KI))
 
 
 @triton.jit
@@ -162,8 +171,10 @@ def along_v(x, KI: tl.constexpr, BK: tl.constexpr):
     """[BV] as a factor of a state tile."""
     if KI == BK:
         return x[:, None]
-    else:
+    elif PIECES_FIRST:
         return x[None, :, None]
+    else:
+        return x[:, None, None]
 
 
 @triton.jit
@@ -171,5 +182,7 @@ def sum_k(S, KI: tl.constexpr, BK: tl.constexpr):
     """[BV] sums over K of a state tile."""
     if KI == BK:
         return tl.sum(S, 1)
-    else:
+    elif PIECES_FIRST:
         return tl.sum(tl.sum(S, 0), 1)
+    else:
+        return tl.sum(tl.sum(S, 1), 1)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kda.triton import configs
+from kda.triton.launch import Launch
 from kda.triton.tiles import cast, dot, find_sequence, fine_dot, first_slot, halves, sequence_range
 
 
@@ -37,61 +38,61 @@ class Checkpoints(NamedTuple):
 
 @triton.jit
 def walk_chunks(
-    S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, at, o_v, m_v, v_t, out_t,
+    S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, at, o_v, m_v, v_t, out_t,
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state behind tokens bos .. eos - 1, whose first chunk is place `at` of the tiles; stores their outputs."""
-    i, ii, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BK)
+    dt: tl.constexpr = tiles_ptr.dtype.element_ty
+    CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
+    SIZE: tl.constexpr = 3 * C * K + 2 * C * CW
+    PIECES: tl.constexpr = 3 if decay_ptr.dtype.element_ty == tl.bfloat16 else 1
+    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, CW), tl.arange(0, BK)
     m_k = o_k < K
     m_ck = m_k[None, :] & (i < C)[:, None]
 
-    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Vectors are loaded one chunk
-    # ahead; of the tiles, which enter products, the compiler sees to that.
-    dt = tiles_ptr.dtype.element_ty
-    SIZE: tl.constexpr = 3 * C * K + 3 * C * C
+    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Of loads that lead to a product the
+    # compiler sees to it that they are on their way chunks ahead; so all do, the decays too if they come in pieces.
     tiles = tiles_ptr + at * SIZE
     p_wz, p_kg = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
-    tiles += 3 * C * K
-    p_ur, p_rest = tiles + ii[:, None] * C + i[None, :], tiles + 2 * C * C + i[:, None] * C + i[None, :]
-    p_r, p_decay = vectors_ptr + at * (C + K) + i, vectors_ptr + at * (C + K) + C + o_k
-    p_v = v_ptr + (bos + i)[None, :] * v_t + o_v[:, None]
+    p_ur = tiles + 3 * C * K + ii[:, None] * CW + j[None, :]
+    p_decay = decay_ptr + at * (PIECES * K) + o_k[None, :]
+    if PIECES > 1:
+        p_decay += i[:, None] * K
+        m_decay = m_k[None, :] & (i < PIECES)[:, None]
+    else:
+        m_decay = m_k[None, :]
+    p_v = v_ptr + (bos + j % C)[None, :] * v_t + o_v[:, None]
     p_out = out_ptr + (bos + i)[None, :] * out_t + o_v[:, None]
     left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
-    r_next = tl.load(p_r, i < tl.where(left > 0, C, 0), 0.0)
-    decay_next = tl.load(p_decay, o_k < tl.where(left > 0, K, 0), 0.0)
+    ones = tl.full([BV, C], 1.0, dt)
 
     # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
     for _ in range(0, tl.cdiv(left, C)):
-        r, decay = r_next, decay_next
-        p_r += HV * (C + K)
-        p_decay += HV * (C + K)
-        r_next = tl.load(p_r, i < tl.where(left > C, C, 0), 0.0)  # [C]
-        decay_next = tl.load(p_decay, o_k < tl.where(left > C, K, 0), 0.0)  # [K]
-        m_vt = m_v[:, None] & (i < left)[None, :]
-        v = tl.load(p_v, m_vt, 0.0).to(dt)  # [V, C]
-        UR = tl.load(p_ur)  # [2 C, C]
+        v = tl.load(p_v, m_v[:, None] & (j % C < left)[None, :], 0.0).to(dt)  # [V, C], or twice side by side
+        UR = tl.load(p_ur)  # [2 C, C], or with their rests beside
         if K == BK:
             wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
         else:
             wz, kg = tl.load(p_wz, m_k[None, :] & (ii < 2 * C)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
+        decay = tl.load(p_decay, m_decay, 0.0)  # [1, K], or pieces [C, K] that ..
+        if PIECES > 1:
+            decay = dot(ones, decay, None, PRECISION)  # .. a product adds up in each row of [V, K]
 
-        both = dot(cast(S, dt), tl.trans(wz), dot(v, tl.trans(UR), None, PRECISION), PRECISION)  # [V, 2 C]
+        both = dot(v, tl.trans(UR), None, PRECISION)
+        both = dot(cast(S, dt), tl.trans(wz), both, PRECISION)  # [V, 2 C]
+        S *= decay
         d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
-        if dt == tl.bfloat16:
-            d = dot(v, tl.trans(tl.load(p_rest)), d, PRECISION)
-        S *= decay[None, :]
         if dt == tl.bfloat16:  # the state takes d in two halves: its error is then the keys' rounding alone
             d, d_rest = halves(d)
             S = dot(d_rest, kg, S, PRECISION)
         S = dot(d, kg, S, PRECISION)
         if not MAPS:
-            o += v.to(tl.float32) * r[None, :]
-            tl.store(p_out, cast(o, out_ptr.dtype.element_ty), m_vt)
+            tl.store(p_out, cast(o, out_ptr.dtype.element_ty), m_v[:, None] & (i < left)[None, :])
         p_wz += HV * SIZE
         p_kg += HV * SIZE
         p_ur += HV * SIZE
-        p_rest += HV * SIZE
+        p_decay += HV * PIECES * K
         p_v += chunk * v_t
         p_out += chunk * out_t
         left -= C
@@ -113,7 +114,7 @@ def state_rows(n, indices, has_initial, slots, idx_n, INDEXED: tl.constexpr, HAS
 
 @triton.jit(do_not_specialize=["T", "N", "NC", "slots", "idx_n"])
 def chunk_walk_kernel(
-    tiles_ptr, vectors_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
+    tiles_ptr, decay_ptr, v_ptr, initial_state, cu_seqlens,  # what chunk_intra_kernel left, and inputs
     indices, has_initial, checkpoint_slots, parts,
     out_ptr, final_state,
     segments,  # fp32 [segment slots, HV, ..]: E and F [V + K, K] if MAPS, else the state that enters [V, K]
@@ -186,7 +187,7 @@ def chunk_walk_kernel(
         S += tl.load(initial_state + row * state_n + o_vk, m_begins, 0.0).to(tl.float32)
 
     S = walk_chunks(
-        S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
+        S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
         HV, K, C, BK, BV, MAPS, PRECISION,
     )  # fmt: skip
     if CHECKPOINTS:
@@ -196,7 +197,7 @@ def chunk_walk_kernel(
                 tl.store(final_state + kept * final_n + o_vk, cast(S, final_state.dtype.element_ty), m_vk)
             bos, eos = sequence_range(cu_seqlens, p, end, T)
             S = walk_chunks(
-                S, tiles_ptr, vectors_ptr, v_ptr, out_ptr, bos, eos, first_slot(cu_seqlens, p, T, C) * HV + hv,
+                S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, first_slot(cu_seqlens, p, T, C) * HV + hv,
                 o_v, m_v, v_t, out_t, HV, K, C, BK, BV, MAPS, PRECISION,
             )  # fmt: skip
 
@@ -246,32 +247,58 @@ def chunk_combine_kernel(
         left -= TOKENS
 
 
-def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, split: bool, device: torch.device) -> int:
+class Segments(NamedTuple):
+    """`chunks` in each segment; `places` for segments, of which some may stay empty."""
+
+    chunks: int
+    places: int
+
+
+def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, half: bool, device: torch.device) -> int:
     """Chunks in a segment; 0 for a walk in one piece, where its programs fill the GPU or sequences are short.
 
     Walking in segments is three times the work, at N HV slices times as many programs as there are segments.
     """
-    if device.type != "cuda" or not split or K & (K - 1) or T < 3 * 128 * C * N:
+    if device.type != "cuda" or not half or K & (K - 1) or T < 3 * 128 * C * N:
         return 0
     return 128 if 3 * N * HV * slices <= torch.cuda.get_device_properties(device).multi_processor_count else 0
 
 
+def segments(
+    N: int, HV: int, T: int, K: int, V: int, cfg: dict, half: bool, varlen: bool, device: torch.device
+) -> Segments | None:  # fmt: skip
+    """How N sequences of T tokens (together, if `varlen`) are cut, if they are; `half`: into bf16 tiles."""
+    C = cfg["C"]
+    chunks = segment_chunks(N, HV, T, K, -(-V // cfg["BV"]), C, half, device)
+    if not chunks:
+        return None
+    return Segments(chunks, T // (C * chunks) + N if varlen else N * -(-T // (C * chunks)))
+
+
+_walk, _combine = Launch(chunk_walk_kernel), Launch(chunk_combine_kernel)
+
+
+def find(seen, tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, out, final_state):
+    """A walk in one piece as before, see Launch.find."""
+    tensors = (tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, None, None, out, final_state, None)
+    return _walk.find(seen, tensors, False)
+
+
 def walk(
-    tiles, vectors, v, initial_state, cu_seqlens, out, final_state, N: int, NC: int, K: int, cfg: dict,
-    indices=None, has_initial=None, checkpoints: Checkpoints | None = None,
+    tiles, decays, v, initial_state, cu_seqlens, out, final_state, N: int, NC: int, K: int, cfg: dict,
+    cut: Segments | None = None, maps=None, indices=None, has_initial=None, checkpoints: Checkpoints | None = None,
+    seen=None,
 ) -> None:  # fmt: skip
     """Launcher: outputs into `out`, final states [N, HV, V, K] into `final_state` if not None.
 
-    With `indices` [N] both states are one pool [slots, HV, V, K] and sequence n uses slot `indices[n]`, if it is one;
-    `has_initial` [N] says which begin from it. `cu_seqlens` are the parts' offsets if there are checkpoints.
+    With `cut` in segments, `maps` being scratch for E and F and for the states that enter. With `indices` [N] both states
+    are one pool [slots, HV, V, K] and sequence n uses slot `indices[n]`, if it is one; `has_initial` [N] says which begin
+    from it. `cu_seqlens` are the parts' offsets if there are checkpoints.
     """
     (_, T, HV, V), C, BV = v.shape, cfg["C"], cfg["BV"]
-    slices, varlen, split = -(-V // BV), cu_seqlens is not None, tiles.dtype == torch.bfloat16
-    segment = 0 if checkpoints else segment_chunks(N, HV, T, K, slices, C, split, v.device)
-    places, maps, entering = N, None, None
-    if segment:
-        places = T // (C * segment) + N if varlen else N * -(-NC // segment)
-        maps, entering = (torch.empty(places, HV, n, K, dtype=torch.float32, device=v.device) for n in (V + K, V))
+    slices, varlen = -(-V // BV), cu_seqlens is not None
+    segment, places = cut or (0, N)
+    maps, entering = maps or (None, None)
     state_n, final_n = (0 if state is None else state.stride(0) for state in (initial_state, final_state))
     slots, idx_n = (0, 0) if indices is None else (initial_state.shape[0], indices.stride(0))
     common = dict(
@@ -280,18 +307,22 @@ def walk(
     )  # fmt: skip
 
     def launch(programs: int, MAPS: bool) -> None:
-        chunk_walk_kernel[(programs,)](
-            tiles, vectors, v, initial_state, cu_seqlens, indices, has_initial,
-            *((checkpoints.slots, checkpoints.parts) if checkpoints else (None, None)), out, final_state, maps if MAPS else entering,
-            T, N, NC, slots, state_n, final_n, idx_n, *v.stride()[:3], *out.stride()[:3],
+        tensors = (
+            tiles, decays, v, initial_state, cu_seqlens, indices, has_initial,
+            *((checkpoints.slots, checkpoints.parts) if checkpoints else (None, None)), out, final_state,
+            maps if MAPS else entering,
+        )  # fmt: skip
+        _walk(
+            seen, programs, tensors,
+            (T, N, NC, slots, state_n, final_n, idx_n, *v.stride()[:3], *out.stride()[:3]), MAPS,
             C=C, BK=max(configs.next_power_of_2(K), 16), BV=BV, SEGMENT=segment, MAPS=MAPS,
             CHECKPOINTS=checkpoints is not None, STORE_FINAL=final_state is not None, **common, **cfg["walk"],
         )  # fmt: skip
 
     if segment:
         launch(places * HV * (slices + -(-K // BV)), MAPS=True)
-        chunk_combine_kernel[(N * HV * -(-V // 32),)](
-            maps, entering, initial_state, cu_seqlens, indices, has_initial, T, N, slots, state_n, idx_n,
-            BV=32, TOKENS=C * segment, SPLIT=split, **common, num_warps=8,
+        _combine(
+            seen, N * HV * -(-V // 32), (maps, entering, initial_state, cu_seqlens, indices, has_initial),
+            (T, N, slots, state_n, idx_n), BV=32, TOKENS=C * segment, SPLIT=tiles.dtype == torch.bfloat16, **common, num_warps=8,
         )  # fmt: skip
     launch(places * HV * slices, MAPS=False)

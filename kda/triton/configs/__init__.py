@@ -35,13 +35,13 @@ def _warp_size(device: torch.device) -> int:
 
 def _decode(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
     # One program sees all of a value head, for its norm. On a GPU the state passes through registers, 128 a thread (at
-    # 128 x 128 all of it at once; 64 where q, k and the decay take more of them); a row of K lies in 8 lanes of 16
-    # bytes, so that a sum over it takes few shuffles. With a thread for each key channel (and not two) Triton does the
-    # convolutions once a program.
+    # 128 x 128 in fp32 all of it at once; 64 where q, k and the decay take more of them); a row of K lies in 8 lanes of
+    # 16 bytes, so that a sum over it takes few shuffles. With a thread for each key channel Triton does the convolutions
+    # once a program. Not a function of the number of requests: a request gives the same bits alone and among others.
     BK, BV = next_power_of_2(K), next_power_of_2(V)
     if device.type == "cpu":
         return {"BV": BV, "KI": BK, "STREAM": True, "num_warps": 1, "num_stages": 1}
-    threads = min(max(BK, 32), 128)
+    threads = min(max(BK, 32), 64 if itemsize == 2 else 128)
     return {
         "BV": min(BV, (128 if BK <= 128 else 64) * threads // BK, 128), "KI": min(BK, 128 // itemsize), "STREAM": False,
         "num_warps": max(threads // _warp_size(device), 1), "num_stages": 1,
@@ -66,22 +66,28 @@ def fp32_products(device: torch.device) -> str:
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
 
 
-def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, **_) -> dict:
+def _chunk(
+    N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, bounded: bool = True, **_
+) -> dict:  # fmt: skip
     # Chunks of 16: their [C, C] tiles fit one instruction of a tensor core, and a gate bounded by -5 needs no levels.
     cfg = {"C": 16, "PRECISION": fp32_products(device)}  # plain TF32 would leave 1.2e-3 in the output
     if dtype == torch.bfloat16 and 64 < K <= 128:
-        options = {"maxnreg": 128} if device.type == "cuda" and torch.version.hip is None else {}
+        intra = {"num_warps": 1, "num_stages": 1}
+        if not bounded:  # levels take more registers than one warp has
+            intra["num_warps"] = 2
+            if device.type == "cuda" and torch.version.hip is None:
+                intra["maxnreg"] = 128
+        large = _large_shared_memory(device)
         return cfg | {
-            "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2,
-            "intra": {"num_warps": 2, "num_stages": 1} | options,
-            "walk": {"num_warps": 4, "num_stages": 3 if _large_shared_memory(device) else 1 if _rdna(device) else 2},
+            "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2, "PIECES": 3 if large else 1,
+            "intra": intra, "walk": {"num_warps": 4, "num_stages": 4 if large else 1 if _rdna(device) else 2},
         }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
     while device.type != "cpu" and BV > 16 and N * HV * -(-V // BV) < 128:
         BV //= 2
     return cfg | {
-        "BV": BV, "PARTS": 2 if K > 128 else 1,
+        "BV": BV, "PARTS": 2 if K > 128 else 1, "PIECES": 1,
         "intra": {"num_warps": 4, "num_stages": 1},
         "walk": {"num_warps": 4 if BV >= 32 else 2, "num_stages": 1},
     }  # fmt: skip
@@ -89,7 +95,9 @@ def _chunk(N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.de
 
 def _speculative(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
     # As in decode, but a state stays for all tokens of a window: on a CPU in slices that its nearest cache holds.
-    cfg = _decode(K=K, V=V, itemsize=itemsize, device=device)
+    cfg = _decode(K=K, V=V, itemsize=4, device=device) | {"KI": min(next_power_of_2(K), 128 // itemsize)}
+    if device.type == "cpu":
+        cfg["KI"] = next_power_of_2(K)
     BV = min(cfg["BV"], 64) if device.type == "cpu" else cfg["BV"]
     return {"BV": BV, "KI": cfg["KI"], "num_warps": cfg["num_warps"], "num_stages": 1}
 

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of draft tokens with a full state each: the kernels of conv.py, recurrent.py and norm.py in turn."""
+from __future__ import annotations
+
+import torch
+
+from kda.triton import conv, norm, recurrent
+
+
+def kda_window(
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, num_accepted_tokens, conv_weight,
+    conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out,
+):  # fmt: skip
+    """Launcher; the arguments as `kda.reference.window.kda_window` takes them."""
+    T, HV, V, K = len(qkv), *ssm_state.shape[1:]
+    if not T:
+        return out
+    H = (qkv.shape[1] - HV * V) // (2 * K)
+    x = torch.empty_like(qkv)
+    conv.causal_conv1d_update(
+        qkv, conv_state, conv_weight, conv_bias, True, ssm_state_indices[:, 0], num_accepted_tokens, cu_seqlens, (), x
+    )
+    q, k, v = x[None].split([H * K, H * K, HV * V], -1)
+    o = torch.empty(1, T, HV, V, device=qkv.device)  # the norm sees it before it is rounded
+    recurrent.fused_recurrent_kda(
+        q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), raw_g[None], beta[None], scale,
+        ssm_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, True, True, A_log, g_bias, lower_bound, None, o,
+    )  # fmt: skip
+    norm.rms_norm_gated(
+        o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, cu_seqlens[-1:]
+    )
+    return out
