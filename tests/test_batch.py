@@ -6,9 +6,8 @@ import types
 
 import pytest
 import torch
-from helpers import BF16, INTERPRETED, call, ints, needs_gpu, rand, randn, starts
+from helpers import ints, needs_gpu, starts
 
-import kda
 from kda.serving import Batch, Decode, ForeignSlot, Geometry, NotAllocated, Prefill, StatePool, Verify
 
 pytest.importorskip("hypothesis")
@@ -40,7 +39,8 @@ def test_rows_in_the_order_of_kinds(backend):
         decode_slots=[5, 0], prefill_slots=[7, 3], prefill_query_start_loc=[0, 40, 42], has_initial_state=[True, False],
         checkpoint_offsets=[32, 40, 41], checkpoint_slots=[9, 1, 4], verify_slots=[[6, 8, 2], [10, 11, 0]],
         verify_query_start_loc=[0, 3, 4], num_accepted_tokens=[1, 2], token_indices=None, verify_token_indices=None,
-        num_prefill_tokens=42, num_verify_tokens=4, window=3)
+        num_prefill_tokens=42, num_verify_tokens=4, window=3, commit_slots=None, num_committed_tokens=None,
+        decode_start=None, prefill_start=None, verify_start=None)
     assert (batch.num_decodes, batch.num_prefills, batch.num_verifies, batch.num_tokens) == (2, 2, 2, 48)
     assert (batch.decode_tokens, batch.prefill_tokens, batch.verify_tokens) == (slice(0, 2), slice(2, 44), slice(44, 48))
     for name in INDEX_FIELDS:
@@ -54,6 +54,11 @@ def test_one_slot_a_verify_row(backend):
     batch = Batch.of([Verify(6, 3, 0), Verify(0, 5, 2)], device=backend.device)
     assert batch.verify_slots.tolist() == [6, 0] and batch.window == 5 and batch.num_decodes == batch.num_prefills == 0
     assert batch.verify_tokens == slice(0, 8)
+
+
+def test_rows_that_leave_speculation_are_committed():
+    batch = Batch.of([Decode(5, 2), Decode(6), Prefill(3, 4, True, None, 3), Decode(0, 1), Prefill(2, 4)])
+    assert batch.commit_slots.tolist() == [5, 3] and batch.num_committed_tokens.tolist() == [2, 3]
 
 
 def test_no_rows():
@@ -108,6 +113,9 @@ def test_any_rows_give_each_kind_its_tokens(kinds, check):
         bounds = [0] if offsets is None else offsets.tolist()
         assert [x[tokens][a:b].tolist() for a, b in zip(bounds, bounds[1:])] == [own[id(row)] for row in group]
     assert batch.token_indices is None or rows != [*decodes, *prefills, *verifies]
+    for group, tokens in ((decodes, batch.decode_tokens), (prefills, batch.prefill_tokens), (verifies, batch.verify_tokens)):
+        places = [at for row in group for at in own[id(row)]]
+        assert isinstance(tokens, slice) == (not places or places[-1] - places[0] == len(places) - 1)
     if batch.checkpoint_offsets is not None:
         kept = dict(zip(batch.checkpoint_slots.tolist(), x[batch.prefill_tokens][batch.checkpoint_offsets.long() - 1].tolist()))
         assert kept == {slot: own[id(row)][at - 1] for row in prefills for at, slot in row.checkpoints.items()}
@@ -129,6 +137,8 @@ BAD_ROWS = {
     "no-window": (Verify([], 0, 0), ValueError, r"rows\[1\].slots"),
     "accepted": (Verify([3, 4], 2, 3), ValueError, r"rows\[1\].accepted"),
     "accepted-negative": (Verify(3, 2, -1), ValueError, r"rows\[1\].accepted"),
+    "committed": (Decode(3, -1), ValueError, r"rows\[1\].accepted"),
+    "committed-and-fresh": (Prefill(3, 4, accepted=1), ValueError, r"rows\[1\].accepted"),
     "both-ways": (Verify(3, 2, 1), ValueError, "rows.*both kinds"),
     "twice": (Decode(5), ValueError, r"slots \[5\] more than once"),
     "twice-in-window": (Verify([3, 3], 2, 1), ValueError, r"slots \[3\] more than once"),
@@ -160,8 +170,8 @@ def test_slots_of_a_pool_have_to_be_in_use():
 
 def test_nothing_on_the_device_is_read():
     """On the meta device, where nothing has a value."""
-    batch = Batch.of([Verify([2, 3], 2, 1), Prefill(1, 9, True, {3: 4}), Decode(5)], device="meta")
-    assert batch.num_tokens == 12 and batch.prefill_tokens.shape == (9,)
+    batch = Batch.of([Decode(6), Verify([2, 3], 2, 1), Prefill(1, 9, True, {3: 4}), Decode(5)], device="meta")
+    assert batch.num_tokens == 13 and batch.decode_tokens.shape == (2,) and batch.prefill_tokens == slice(3, 12)
     Batch.from_vllm(metadata_of([Decode(1), Prefill(2, 5, True, {2: 3})], device="meta"))
 
 
@@ -184,7 +194,7 @@ def test_a_batch_is_frozen():
 
 def whole(device="cpu"):
     """The fields of a batch with everything in it."""
-    rows = [Verify([2, 3], 2, 1), Prefill(1, 9, True, {3: 4}), Decode(5)]
+    rows = [Decode(6), Verify([2, 3], 2, 1), Prefill(1, 9, True, {3: 4}), Decode(5)]
     batch = Batch.of(rows, device=device)
     return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
 
@@ -212,6 +222,11 @@ BAD_FIELDS = {
     "tokens-tensor": (lambda x: dict(num_prefill_tokens=torch.tensor(9)), ValueError, "num_prefill_tokens"),
     "tokens-of-none": (lambda x: dict(verify_slots=None, verify_query_start_loc=None, num_accepted_tokens=None), ValueError,
                        "num_verify_tokens"),
+    "start": (lambda x: dict(prefill_start=5), ValueError, "prefill_start"),
+    "start-float": (lambda x: dict(verify_start=0.0), ValueError, "verify_start"),
+    "commit-alone": (lambda x: dict(commit_slots=ints([1], "cpu")), ValueError, "num_committed_tokens"),
+    "commit-counts": (lambda x: dict(commit_slots=ints([1], "cpu"), num_committed_tokens=ints([1, 2], "cpu")), ValueError,
+                      "num_committed_tokens"),
     "indices-alone": (lambda x: dict(verify_token_indices=None), ValueError, "verify_token_indices"),
     "indices-count": (lambda x: dict(token_indices=x["token_indices"][1:]), ValueError, "token_indices"),
 }
@@ -226,13 +241,15 @@ def test_a_bad_field_is_named(bad):
 
 
 BAD_VALUES = {
-    "slot-of-two-kinds": (dict(decode_slots=[2]), "decode_slots"),
+    "slot-of-two-kinds": (dict(decode_slots=[2, 5]), "decode_slots"),
     "slot-twice": (dict(verify_slots=[[3, 3]]), "verify_slots"),
     "offsets-fall": (dict(prefill_query_start_loc=[9, 0]), "prefill_query_start_loc"),
     "offsets-too-far": (dict(prefill_query_start_loc=[0, 10]), "prefill_query_start_loc"),
     "offsets-too-short": (dict(verify_query_start_loc=[0, 1]), "verify_query_start_loc"),
     "window": (dict(window=1), "window"),
-    "token-twice": (dict(verify_token_indices=[2, 2]), "token_indices"),
+    "token-twice": (dict(token_indices=[0, 0, *range(3, 12)]), "token_indices"),
+    "start": (dict(verify_start=2), "token_indices"),
+    "commit-of-nobody": (dict(commit_slots=[2], num_committed_tokens=[1]), "commit_slots"),
 }
 
 
@@ -328,7 +345,8 @@ def test_vllms_metadata_give_the_batch_of_the_same_rows(kinds, pad, rebased, by_
         places = (torch.arange(want.num_tokens)[getattr(b, f"{kind}_tokens")].tolist() for b in (batch, want))
         assert next(places) == next(places)
     for fields in (got, expected):
-        del fields["token_indices"], fields["verify_token_indices"]
+        for name in ("token_indices", "verify_token_indices", "decode_start", "prefill_start", "verify_start"):
+            del fields[name]
     assert got == expected
 
 
@@ -365,61 +383,3 @@ def test_decodes_of_several_tokens_before_prefills_are_refused():
     m.num_decode_tokens = 4
     with pytest.raises(ValueError, match="num_decode_tokens"):
         Batch.from_vllm(m)
-
-
-# ------------------------------------------------------------------------------------------------------ the operations
-
-H, K, V, W = 2, 32, 16, 4
-DIM = H * (2 * K + V)
-
-
-def projections(T, seed, device):
-    put = dict(dtype=BF16, device=device)
-    return dict(qkv=randn(T, DIM, seed=seed, **put), raw_g=randn(T, H, K, seed=seed + 1, **put),
-                beta=randn(T, H, seed=seed + 2, **put), out_gate=randn(T, H, V, seed=seed + 3, **put))
-
-
-def step(batch, x, pool, weights):
-    """Decodes and prefills of one step through their operations; output [T, H, V] in token order."""
-    conv_state, ssm_state = pool.layers[0]
-    out = torch.full_like(x["out_gate"], float("nan"))
-    every = dict(conv_state=conv_state, ssm_state=ssm_state, written=("conv_state", "ssm_state"), **weights)
-    if batch.num_decodes:
-        own = {name: value[batch.decode_tokens] for name, value in x.items()}
-        out[batch.decode_tokens] = call(kda.kda_decode, **own, ssm_state_indices=batch.decode_slots, **every)
-    if batch.num_prefills:
-        own = {name: value[batch.prefill_tokens] for name, value in x.items()}
-        out[batch.prefill_tokens] = call(
-            kda.kda_prefill, **own, ssm_state_indices=batch.prefill_slots, cu_seqlens=batch.prefill_query_start_loc,
-            has_initial_state=batch.has_initial_state, checkpoint_offsets=batch.checkpoint_offsets,
-            checkpoint_indices=batch.checkpoint_slots, **every)
-    return out
-
-
-@settings(prop, max_examples=2 if INTERPRETED else 12)
-@given(kinds=st.lists(ROWS.filter(lambda kind: kind[0] != "verify"), min_size=1, max_size=5), padded=st.booleans())
-def test_rows_in_any_order_equal_each_row_alone(backend, kinds, padded):
-    """Outputs and states, checkpoints included; padding rows give zeros and touch nothing."""
-    device = backend.device
-    weights = dict(conv_weight=randn(DIM, W, seed=1, scale=0.5, device=device), A_log=rand(H, seed=2, device=device),
-                   g_bias=randn(H * K, seed=3, device=device), norm_weight=torch.ones(V, device=device))
-    pools = []
-    for _ in range(2):
-        pool = StatePool(20, Geometry(HV=H, V=V, K=K, dim=DIM, W=W), device=device)
-        pool.pages.fill_(-1)
-        for slot in pool.allocate(19):
-            pool.layers[0].conv_state[slot] = randn(DIM, W - 1, seed=40 + slot, device=device).to(BF16)
-            pool.layers[0].ssm_state[slot] = randn(H, V, K, seed=80 + slot, scale=0.1, device=device)
-        pools.append(pool)
-    rows = made(kinds) + [Decode(0), Prefill(-3, 2, True)] * padded
-    T = sum(map(tokens_of, rows))
-    x = projections(T, 7, device)
-    o = step(Batch.of(rows, pool=pools[0]), x, pools[0], weights)
-    at = 0
-    for row in rows:
-        n = tokens_of(row)
-        own = {name: value[at:at + n] for name, value in x.items()}
-        assert torch.equal(o[at:at + n], step(Batch.of([row], device=device), own, pools[1], weights))
-        assert row.slot > 0 or not o[at:at + n].any()
-        at += n
-    assert torch.equal(pools[0].pages, pools[1].pages) and (pools[0].pages[:, 0] == -1).all()

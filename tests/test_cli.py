@@ -87,6 +87,7 @@ def test_readme_code_runs_as_it_stands():
     )
     assert run.returncode == 0, run.stderr
     assert "prefill (1, 48, 4, 128)" in run.stdout and "decode  (2, 1, 4, 128)" in run.stdout
+    assert "serving (22, 4, 128)" in run.stdout
 
 
 def doctor(**env) -> subprocess.CompletedProcess:

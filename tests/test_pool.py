@@ -55,19 +55,27 @@ def same(a, b):
     GEO,
     Geometry(HV=3, V=20, K=40, dim=299, W=3, num_spec=2, state_dtype=BF16, conv_dtype=FP32),
     Geometry(HV=1, V=16, K=16, dim=7, W=2, layers=3, conv_dtype=FP16),
-], ids=["glm-like", "odd", "tiny"])
+    Geometry(HV=2, V=20, K=24, dim=136, record_tokens=5, num_spec=2, layers=2),
+], ids=["glm-like", "odd", "tiny", "records"])
 def test_views_are_apart_and_laid_out_as_the_operations_take_them(geo, page_bytes):
     page_bytes = page_bytes and 4 * PADDED
     pool = StatePool(5, geo, page_bytes=page_bytes)
     assert len(pool.layers) == geo.layers and not pool.pages.any()
     for conv, ssm in pool.layers:
-        assert conv.shape == (5, geo.dim, geo.W - 1 + geo.num_spec) and conv.dtype == geo.conv_dtype
+        columns = geo.W - 1 + max(geo.num_spec, geo.record_tokens)
+        assert conv.shape == (5, geo.dim, columns) and conv.dtype == geo.conv_dtype
         assert ssm.shape == (5, geo.HV, geo.V, geo.K) and ssm.dtype == geo.state_dtype
         assert conv.stride()[1:] == (1, geo.dim) and ssm.stride()[1:] == (geo.V * geo.K, geo.K, 1)
         for x in (conv, ssm):
             assert x.stride(0) * x.element_size() == pool.page_bytes and x.data_ptr() % 16 == 0
             assert page_bytes in (None, pool.page_bytes)
-    views = [x[slot] for layer in pool.layers for x in layer for slot in range(5)]
+    for records in pool.records:
+        assert (records is None) == (geo.record_tokens == 0)
+        if records is not None:
+            assert records.shape == (5, geo.record_tokens, geo.HV, 2 * geo.K + geo.V) and records.dtype == FP32
+            assert records[0].is_contiguous() and records.data_ptr() % 16 == 0
+    every = [x for layer, records in zip(pool.layers, pool.records) for x in (*layer, records) if x is not None]
+    views = [x[slot] for x in every for slot in range(5)]
     for n, x in enumerate(views):  # each its own mark: none may be overwritten by a later one
         x.fill_(n + 1)
     assert all((x == n + 1).all() for n, x in enumerate(views))
@@ -84,6 +92,17 @@ def test_memory_is_reported_in_bytes():
     assert str(pool.nbytes) in repr(pool)
 
 
+def test_the_bytes_of_both_ways_to_speculate():
+    """As `kda.speculation_bytes` counts them; in a pool each of the full states has a convolution state beside it."""
+    glm = dict(HV=64, V=128, K=128, dim=3 * 64 * 128)
+    bytes_of = kda.speculation_bytes(window=8, H=64, HV=64, K=128, V=128)
+    full, recovery = Geometry(**glm, num_spec=7), Geometry(**glm, record_tokens=8)
+    assert recovery.ssm_bytes + recovery.record_bytes + recovery.conv_bytes == bytes_of["recovery"]
+    assert 8 * full.ssm_bytes + full.conv_bytes == bytes_of["full"]
+    pool = StatePool(3, recovery, device="meta")
+    assert pool.bytes_per_slot == bytes_of["recovery"] and pool.nbytes == 3 * pool.bytes_per_slot
+
+
 def test_geometry_of_glm():
     geo = Geometry(HV=64, V=128, K=128, dim=3 * 64 * 128, layers=34)
     assert geo.ssm_bytes == 64 * 64 * 1024 and geo.conv_bytes == 24576 * 3 * 2
@@ -91,7 +110,7 @@ def test_geometry_of_glm():
 
 @pytest.mark.parametrize("field,value,error", [
     ("K", 8, ValueError), ("V", 257, ValueError), ("HV", 0, ValueError), ("W", 9, ValueError), ("num_spec", -1, ValueError),
-    ("layers", 0, ValueError), ("dim", 1.5, ValueError), ("state_dtype", FP16, TypeError),
+    ("record_tokens", 9, ValueError), ("layers", 0, ValueError), ("dim", 1.5, ValueError), ("state_dtype", FP16, TypeError),
     ("conv_dtype", torch.float64, TypeError),
 ])
 def test_a_bad_geometry_is_named(field, value, error):
@@ -301,6 +320,74 @@ def test_a_snapshot_counts_tokens():
     assert pool.snapshot(slot).tokens == 0 and pool.snapshot(slot, tokens=7).tokens == 7
     with pytest.raises(ValueError, match="`tokens`"):
         pool.snapshot(slot, tokens=-1)
+
+
+# -------------------------------------------------------------------------------------------------------- speculation
+
+DRAFT = Geometry(HV=2, V=16, K=32, dim=160, layers=2, num_spec=2, record_tokens=3)
+
+
+def test_a_fork_has_the_records_and_a_new_owner_may_have_none(backend):
+    pool = poisoned(geometry=DRAFT, device=backend.device)
+    a = pool.allocate()
+    for n, records in enumerate(pool.records):
+        records[a] = randn(*records.shape[1:], seed=n, device=pool.device)
+    b = pool.fork(a)
+    assert all(torch.equal(records[a], records[b]) for records in pool.records)
+    pool.free(b)
+    assert pool.allocate(zero=True) == b and not any(records[b].any() for records in pool.records)
+    assert all(records[a].any() for records in pool.records)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_a_snapshot_has_the_records_applied_that_it_is_told_of(backend, accepted):
+    """In every layer what kda_commit makes of the slot, which stays as it is."""
+    pool = poisoned(geometry=DRAFT, device=backend.device)
+    a = pool.allocate()
+    fill(pool, a, seed=3)
+    for n, records in enumerate(pool.records):
+        records[a] = rand(*records.shape[1:], seed=n, device=pool.device)
+    before = pool.pages.clone()
+    saved = pool.snapshot(a, 7, accepted=accepted)
+    assert torch.equal(pool.pages, before) and saved.tokens == 7
+    for states, records in zip(pool.layers, pool.records):
+        kda.kda_commit(*states, records, ints([a], pool.device), ints([accepted], pool.device))
+    b = pool.restore(saved)
+    assert same(content(pool, b), content(pool, a)) and (accepted == 0) == torch.equal(pool.pages[:, a], before[:, a])
+
+
+@pytest.mark.parametrize("geometry,accepted", [(DRAFT, None), (DRAFT, 4), (DRAFT, -1), (DRAFT, True), (DRAFT, 1.0), (GEO, 0),
+                                               (GEO, 1)])
+def test_a_snapshot_that_leaves_records_open_is_refused(geometry, accepted):
+    pool = poisoned(geometry=geometry)
+    with pytest.raises(ValueError, match="`accepted`"):
+        pool.snapshot(pool.allocate(), accepted=accepted)
+
+
+def test_settled_full_states_are_a_plain_request(backend):
+    """The state after the last token accepted goes to the first slot, and its convolution state is moved to the front."""
+    pool = poisoned(geometry=dataclasses.replace(DRAFT, record_tokens=0), device=backend.device)
+    for accepted in (1, 2, 3):
+        slots = pool.allocate(3)
+        want = [fill(pool, slot, seed=slot) for slot in slots]
+        others = pool.pages[:, slots[1:]].clone()
+        pool.settle(slots, accepted)
+        for n, (conv, ssm) in enumerate(pool.layers):
+            assert torch.equal(ssm[slots[0]], want[accepted - 1][2 * n + 1])
+            assert torch.equal(conv[slots[0], :, :3], want[0][2 * n][:, accepted - 1:accepted + 2])
+        assert torch.equal(pool.pages[:, slots[1:]], others)
+        pool.free(slots)
+
+
+@pytest.mark.parametrize("slots,accepted,error", [([1, 2, 3], 0, ValueError), ([1, 2, 3], 4, ValueError),
+                                                  ([1, 2], 3, ValueError), ([1, 2, 3], None, ValueError),
+                                                  ([1, 7], 1, NotAllocated)])
+def test_what_cannot_be_settled_is_refused_and_nothing_changes(slots, accepted, error):
+    pool = poisoned(geometry=DRAFT)
+    pool.allocate(3)
+    with pytest.raises(error):
+        pool.settle(slots, accepted)
+    assert (pool.pages == -1).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -92,15 +92,15 @@ def layer64(layer: KDALayer, x: list[Tensor]) -> list[Tensor]:
     def linear(y: Tensor, weight: Tensor) -> Tensor:
         return F.linear(y, weight.double())
 
-    low = linear(tokens, layer.gates_a)
-    raw_g = linear(low[:, : geo.head_dim], layer.f_b_proj).unflatten(-1, heads)
-    gate = linear(low[:, geo.head_dim :], layer.g_b_proj).unflatten(-1, heads)
-    o, merged = [], linear(tokens, layer.in_proj)
-    for xr, g in zip(merged.split(lengths), raw_g.split(lengths)):
-        qkv, beta = xr[:, : 3 * geo.qkv_dim], xr[:, 3 * geo.qkv_dim :]
+    columns = [3 * geo.qkv_dim, geo.heads, geo.head_dim, geo.head_dim]
+    qkv, beta, f_a, g_a = linear(tokens, layer.in_proj.weight).split(columns, -1)
+    raw_g = linear(f_a, layer.f_b_proj.weight).unflatten(-1, heads)
+    gate = linear(g_a, layer.g_b_proj.weight).unflatten(-1, heads)
+    o = []
+    for qkv, beta, g in zip(*(x.split(lengths) for x in (qkv, beta, raw_g))):
         q, k, v = conv64(layer, qkv).unflatten(-1, (3, *heads)).unbind(1)
         o.append(recurrence64(q, k, v, g, beta, layer.A_log, layer.dt_bias, geo.lower_bound)[0])
-    return list(linear(norm64(layer, torch.cat(o), gate).flatten(1), layer.o_proj).split(lengths))
+    return list(linear(norm64(layer, torch.cat(o), gate).flatten(1), layer.o_proj.weight).split(lengths))
 
 
 @contextlib.contextmanager
@@ -140,20 +140,16 @@ def transformers_layer(layer: KDALayer) -> nn.Module:
     )
     with torch.device("meta"):
         theirs = Glm5NextTextLinearAttention(config, layer_idx=0)
+    merged = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj")
     weights = {
-        "q_proj.weight": layer.in_proj[:wide],
-        "k_proj.weight": layer.in_proj[wide : 2 * wide],
-        "v_proj.weight": layer.in_proj[2 * wide : 3 * wide],
-        "b_proj.weight": layer.in_proj[3 * wide :],
+        **{f"{name}.weight": w for name, w in zip(merged, layer.in_proj.weight.split([wide, wide, wide, geo.heads, D, D]))},
         "conv1d.weight": layer.conv_weight[:, None],
-        "forget_gate.f_a_proj.weight": layer.gates_a[:D],
-        "forget_gate.f_b_proj.weight": layer.f_b_proj,
+        "forget_gate.f_b_proj.weight": layer.f_b_proj.weight,
         "forget_gate.A_log": layer.A_log,
         "forget_gate.dt_bias": layer.dt_bias,
-        "g_a_proj.weight": layer.gates_a[D:],
-        "g_b_proj.weight": layer.g_b_proj,
+        "g_b_proj.weight": layer.g_b_proj.weight,
         "o_norm.weight": layer.o_norm.weight,
-        "o_proj.weight": layer.o_proj,
+        "o_proj.weight": layer.o_proj.weight,
     }
     theirs.load_state_dict({name: w.detach() for name, w in weights.items()}, assign=True)
     return theirs.eval().requires_grad_(False)
@@ -190,7 +186,7 @@ def check_operations(layer: KDALayer, requests: list[Request], served: Served, t
             outputs[stage].append(err(y, norm64(layer, o, out_gate)))
             states[stage].append(err(got, state))
             tick(len(q))
-    output, final_state = BOUNDS[layer.in_proj.dtype]
+    output, final_state = BOUNDS[layer.in_proj.weight.dtype]
     return [
         check
         for stage in outputs

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from kda.cli.check import Check
-    from kda.cli.layer import StatePools
     from kda.cli.schedule import Rates
+    from kda.serving import Geometry
 
 HELP = "run a GLM-5.3-Flash KDA layer over a text file: speed, memory, errors"
 KDA_LAYERS = 34  # of GLM-5.3-Flash's 45
@@ -60,7 +60,7 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
 
     import kda
     from kda.cli import check
-    from kda.cli.layer import Geometry, KDALayer, StatePools
+    from kda.cli.layer import Geometry, KDALayer
     from kda.cli.schedule import MIN_BYTES, only, plan, serve
 
     started = time.perf_counter()
@@ -69,10 +69,7 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
     device, dtype, progress = pick_device(args.device), getattr(torch, args.dtype), Progress()
     geo = Geometry(heads=args.heads)
     requests, batches = plan(len(text), args.tokens or (640 if device.type == "cpu" else 4096), args.steps)
-    total, slots = requests[-1].stop, len(requests) + 1
-
-    def pools(dtype: torch.dtype) -> StatePools:
-        return StatePools(geo, slots, dtype, device)
+    total = requests[-1].stop
 
     with progress("seeded weights"):
         layer = KDALayer(geo, dtype, device).seed(args.seed)
@@ -93,15 +90,14 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
 
     with progress("warm-up"):  # a GPU compiles its kernels here, for these very shapes
         if device.type == "cuda":
-            serve(layer, x, requests, batches, pools(dtype))
+            serve(layer, x, requests, batches)
         else:
             short, few = plan(MIN_BYTES, 16, 4)
-            serve(layer, [x[0].repeat(4, 1)] * len(short), short, few, pools(dtype))
+            serve(layer, [x[0].repeat(4, 1)] * len(short), short, few)
     with progress("prefill, decode, and both together", total) as tick:
-        own = pools(dtype)
-        served = serve(layer, x, requests, batches, own, tick)
+        served = serve(layer, x, requests, batches, tick)
     print_rates(served.rates, len(requests))
-    print_states(own, len(requests))
+    print_states(layer.geometry(), len(requests))
     sys.stdout.flush()
 
     with progress(f"check: the recurrence in fp64, all {geo.heads} heads", total) as tick:
@@ -120,7 +116,7 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
         if run_dtype != dtype:
             layer, x = copy.deepcopy(layer).to(run_dtype), [xr.to(run_dtype) for xr in x]
             with progress(f"check: the layer in {label}", total) as tick:
-                outputs = serve(layer, x, requests, batches, pools(run_dtype), tick).outputs
+                outputs = serve(layer, x, requests, batches, tick).outputs
         theirs = why_not
         if not why_not:
             with progress(f"check: transformers' layer in {label}", total) as tick:
@@ -227,13 +223,16 @@ def print_rates(rates: dict[str, Rates], requests: int) -> None:
         print(f"{label:36}{r.tokens:8,}{r.tokens / r.layer_s:14,.0f}{r.tokens / r.kda_s:24,.0f}")
 
 
-def print_states(pools: StatePools, requests: int) -> None:
-    total = 0.0
+def print_states(geometry: Geometry, requests: int) -> None:
+    states = (
+        ("recurrent [H, V, K]", geometry.state_dtype, geometry.ssm_bytes),
+        ("convolution [3*H*K, W-1]", geometry.conv_dtype, geometry.conv_bytes),
+    )
     print(f"\n{'states, MiB':36}{'dtype':>8}{'a request':>14}{f'{requests} requests':>24}")
-    for label, pool in (("recurrent [H, V, K]", pools.recurrent), ("convolution [3*H*K, W-1]", pools.conv)):
-        mib = pool[0].numel() * pool.element_size() / 2**20
-        total += mib
-        print(f"{label:36}{str(pool.dtype).removeprefix('torch.'):>8}{mib:14.3f}{requests * mib:24.2f}")
+    for label, dtype, nbytes in states:
+        mib = nbytes / 2**20
+        print(f"{label:36}{str(dtype).removeprefix('torch.'):>8}{mib:14.3f}{requests * mib:24.2f}")
+    total = sum(nbytes for *_, nbytes in states) / 2**20
     print(f"over the model's {KDA_LAYERS} KDA layers a request keeps {KDA_LAYERS * total:.1f} MiB\n")
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kda.cli.layer import Batch, KDALayer, StatePools
+from kda.cli.layer import KDALayer
+from kda.serving import Batch, Decode, Prefill, StatePool
 
 SHARES = (0.42, 0.27, 0.18, 0.13)  # of the prompt tokens, one a request
 LATE_SHARE = 0.25  # the late request's prompt, in the others' prompt tokens
@@ -20,7 +21,6 @@ MIN_BYTES = 64  # the shortest text that can be cut so
 class Request:
     """A stretch of the text: `prompt` tokens are prefilled, then `decode` tokens are decoded, one a step."""
 
-    slot: int
     start: int
     prompt: int
     decode: int
@@ -54,7 +54,7 @@ def plan(n_bytes: int, tokens: int, steps: int) -> tuple[list[Request], list[Ste
     lengths.append((max(int(tokens * LATE_SHARE), 2), steps - late_at - 2))
     requests: list[Request] = []
     for prompt, decode in lengths:
-        requests.append(Request(len(requests) + 1, requests[-1].stop if requests else 0, prompt, decode))
+        requests.append(Request(requests[-1].stop if requests else 0, prompt, decode))
 
     first, length = list(range(late)), requests[late].prompt
     cut = max(length * 5 // 8, 1)
@@ -88,8 +88,8 @@ class Rates:
 
 @dataclass
 class Served:
-    """Rates by kind of step; by request: layer outputs [T, hidden], what the operations saw and gave (see
-    layer.Trace), and recurrent states [H, V, K] after prefill and at the end."""
+    """Rates by kind of step; by request: layer outputs [T, hidden]; what the operations saw and gave (qkv [T, 3*H*D], raw_g
+    and out_gate [T, H, D], beta [T, H], output y [T, H, D]); recurrent states [H, V, K] after prefill and at the end."""
 
     rates: dict[str, Rates] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
@@ -99,11 +99,13 @@ class Served:
 
 
 def serve(
-    layer: KDALayer, x: list[Tensor], requests: list[Request], batches: list[Step], pools: StatePools,
+    layer: KDALayer, x: list[Tensor], requests: list[Request], batches: list[Step],
     tick: Callable[[int], object] = lambda n: None,
 ) -> Served:
     """`x`: each request's embeddings [T, hidden]. `tick` is told the tokens of each batch that is done."""
-    device = layer.in_proj.device
+    device = layer.in_proj.weight.device
+    pool = StatePool(len(requests) + 1, layer.geometry(), device=device)
+    slots = pool.allocate(len(requests))
     at = [0] * len(requests)
     outputs: list[list[Tensor]] = [[] for _ in requests]
     traces: list[list[dict[str, Tensor]]] = [[] for _ in requests]
@@ -117,16 +119,15 @@ def serve(
 
     for step in batches:
         rows = [(r, at[r], at[r] + 1) for r in step.decode] + step.prefill
-        pieces = [(requests[r].slot, b - a, a > 0) for r, a, b in step.prefill]
-        batch = Batch.of([requests[r].slot for r in step.decode], pieces, device)
+        prefills = [Prefill(slots[r], b - a, has_initial_state=a > 0) for r, a, b in step.prefill]
+        batch = Batch.of([Decode(slots[r]) for r in step.decode] + prefills, pool=pool)
         tokens = torch.cat([x[r][a:b] for r, a, b in rows])
-        seen: dict[str, Tensor] = {}
         t0 = now()
         projected = layer.project(tokens)
         t1 = now()
-        mixed = layer.mix(projected, batch, pools, seen.update)
+        mixed = layer.mix(projected, batch, pool.layers[0])
         t2 = now()
-        y = layer.output(mixed)
+        y = layer.o_proj(mixed.flatten(1))
         t3 = now()
 
         rates = served.rates.setdefault(step.kind, Rates())
@@ -135,17 +136,17 @@ def serve(
         rates.kda_s += t2 - t1
         sizes = [b - a for _, a, b in rows]
         y_rows = y.split(sizes)
-        seen_rows = {name: t.split(sizes) for name, t in seen.items()}
+        seen_rows = {name: t.split(sizes) for name, t in dict(projected._asdict(), y=mixed).items()}
         for i, (r, _, b) in enumerate(rows):
             outputs[r].append(y_rows[i])
             traces[r].append({name: parts[i] for name, parts in seen_rows.items()})
             at[r] = b
             if b == requests[r].prompt:
-                prefilled[r] = pools.recurrent[requests[r].slot].clone()
+                prefilled[r] = pool.layers[0].ssm_state[slots[r]].clone()
         tick(len(tokens))
 
     served.outputs = [torch.cat(parts) for parts in outputs]
     served.traces = [{name: torch.cat([p[name] for p in parts]) for name in parts[0]} for parts in traces]
     served.prefilled = [prefilled[r] for r in range(len(requests))]
-    served.final = [pools.recurrent[r.slot].clone() for r in requests]
+    served.final = [pool.layers[0].ssm_state[slot].clone() for slot in slots]
     return served

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a serving engine keeps around the operations: the states of its requests, and the description of a step."""
+"""What a serving engine keeps around the operations: the states of its requests, the description of a step, the layer.
+
+What calls operations is resolved on first use: `import kda.serving` alone imports none of them.
+"""
+import importlib
 
 from kda.serving.batch import Batch, Decode, Prefill, Verify
 from kda.serving.pool import ForeignSlot, Geometry, LayerStates, NotAllocated, OutOfSlots, PoolError, StatePool
 from kda.serving.snapshot import Snapshot, SnapshotMismatch, load_snapshots, save_snapshots
+
+_HOME = {"KDAAttention": "attention", "kda_forward": "forward"}
 
 __all__ = [
     "Batch",
     "Decode",
     "ForeignSlot",
     "Geometry",
+    "KDAAttention",
     "LayerStates",
     "NotAllocated",
     "OutOfSlots",
@@ -19,6 +26,15 @@ __all__ = [
     "SnapshotMismatch",
     "StatePool",
     "Verify",
+    "kda_forward",
     "load_snapshots",
     "save_snapshots",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'kda.serving' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kda.serving.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -4,10 +4,13 @@
 Three kinds of rows, as in vLLM: decodes (one token each), then prefills (any number of tokens), and apart from them the
 verify rows of speculative decoding (a window of draft tokens each). Each kind has tensors of its own, which are the
 arguments of the operations that serve it. The step's tokens lie in that order too, decodes, prefills, verify rows,
-unless `token_indices` says otherwise. A batch is made once a step and serves every layer.
+unless the batch says otherwise: where a kind's tokens begin, or, if they lie between others', where each of them is. A
+batch is made once a step and serves every layer.
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +22,19 @@ from torch import Tensor
 from kda import validation as check
 from kda.serving.pool import StatePool
 
+_STARTS = ("decode_start", "prefill_start", "verify_start")
 _ANY_POOL = 2**31 - 1  # a batch does not know how many slots there are: the operations do
 
 
 class Decode(NamedTuple):
-    """One token of a request. A slot <= 0 is padding, here and below."""
+    """One token of a request. A slot <= 0 is padding, here and below.
+
+    accepted: how many records of the request's last `Verify` row to commit first, here and in `Prefill`: it leaves
+        speculation with this step.
+    """
 
     slot: int
+    accepted: int = 0
 
 
 class Prefill(NamedTuple):
@@ -38,6 +47,7 @@ class Prefill(NamedTuple):
     tokens: int
     has_initial_state: bool = False
     checkpoints: Mapping[int, int] | None = None
+    accepted: int = 0
 
 
 class Verify(NamedTuple):
@@ -45,8 +55,9 @@ class Verify(NamedTuple):
 
     slots: one for each token, for full states (the state after token t goes to slots[t]); or a single number, where the
         request has one slot and a record of each draft token.
-    accepted: how many tokens of the request's last window were accepted. With full states 0 marks a stale row, which is
-        padding; with records it says that none are to be applied.
+    accepted: how many tokens of the request's last window were accepted. A request that comes from prefill or decode has
+        had none: with full states it passes 1, as its state is that of slots[0] (0 marks a stale row, which is padding);
+        with records it passes 0, as none are to be applied.
     """
 
     slots: int | Sequence[int]
@@ -69,9 +80,13 @@ class Batch:
         verify_slots: [Nv, window], or [Nv] with one slot a request; verify_query_start_loc: [Nv + 1], counted from the
             first verify token; num_accepted_tokens: [Nv].
         token_indices: [Nd + Tp], where in the step the tokens of decodes and prefills lie; verify_token_indices: [Tv].
-            None: in order.
+            None: each kind's tokens lie side by side.
         num_prefill_tokens, num_verify_tokens: Tp and Tv.
         window: the most tokens of a verify row.
+        commit_slots: [Nc] slots of decodes and prefills that leave speculation; num_committed_tokens: [Nc], how many
+            records of each are to be applied first.
+        decode_start, prefill_start, verify_start: the first token of a kind whose tokens lie side by side. None: as
+            `token_indices` says or, without those, behind the tokens of the kinds before it.
 
     Raises:
         TypeError: a wrong dtype; ValueError: all else that is wrong.
@@ -80,8 +95,8 @@ class Batch:
         >>> import torch
         >>> from kda.serving import Batch, Decode, Prefill, Verify
         >>> batch = Batch.of([Prefill(3, 40, checkpoints={32: 9}), Decode(5), Verify([6, 7, 8], 3, 1), Decode(2)])
-        >>> batch.num_tokens, batch.decode_slots.tolist(), batch.decode_tokens.tolist()
-        (45, [5, 2], [40, 44])
+        >>> batch.num_tokens, batch.decode_slots.tolist(), batch.decode_tokens.tolist(), batch.verify_tokens
+        (45, [5, 2], [40, 44], slice(41, 44, None))
         >>> Batch.of([Decode(5), Decode(2), Prefill(3, 40)]).prefill_tokens
         slice(2, 42, None)
     """
@@ -100,6 +115,11 @@ class Batch:
     num_prefill_tokens: int = 0
     num_verify_tokens: int = 0
     window: int = 0
+    commit_slots: Tensor | None = None
+    num_committed_tokens: Tensor | None = None
+    decode_start: int | None = None
+    prefill_start: int | None = None
+    verify_start: int | None = None
 
     # --------------------------------------------------------------------------------------------------- what it holds
 
@@ -125,24 +145,36 @@ class Batch:
 
     @property
     def decode_tokens(self) -> slice | Tensor:
-        """Where the tokens of the decodes lie: `x[batch.decode_tokens]` are theirs, a view where the order allows it."""
-        end = self.num_decodes
-        return slice(0, end) if self.token_indices is None else self.token_indices[:end]
+        """Where the tokens of the decodes lie: `x[batch.decode_tokens]` are theirs, a view where they lie side by side."""
+        return self._tokens(self.decode_start, 0, self.num_decodes, self.token_indices)
 
     @property
     def prefill_tokens(self) -> slice | Tensor:
         """Where the tokens of the prefills lie."""
-        begin = self.num_decodes
-        if self.token_indices is None:
-            return slice(begin, begin + self.num_prefill_tokens)
-        return self.token_indices[begin:]
+        return self._tokens(self.prefill_start, self.num_decodes, self.num_prefill_tokens, self.token_indices)
 
     @property
     def verify_tokens(self) -> slice | Tensor:
         """Where the tokens of the verify rows lie."""
-        if self.verify_token_indices is None:
-            return slice(self.num_tokens - self.num_verify_tokens, self.num_tokens)
-        return self.verify_token_indices
+        indices, before = self.verify_token_indices, self.num_decodes + self.num_prefill_tokens
+        return self._tokens(self.verify_start, before if indices is None else 0, self.num_verify_tokens, indices)
+
+    def _tokens(self, start: int | None, first: int, count: int, indices: Tensor | None) -> slice | Tensor:
+        if start is None and indices is not None:
+            return indices[first : first + count]
+        start = first if start is None else start
+        return slice(start, start + count)
+
+    @functools.cached_property
+    def only_decodes(self) -> bool:
+        """Whether there are decodes, in order, and nothing else."""
+        others = (self.prefill_slots, self.verify_slots, self.commit_slots, self.token_indices)
+        return self.num_decodes > 0 and all(x is None for x in others) and not self.decode_start
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Tensor | int | None]:
+        """All of it by name, to be passed on."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     # ----------------------------------------------------------------------------------------------------- making one
 
@@ -157,8 +189,8 @@ class Batch:
         """A batch from Python values, checked one by one; they go to the device in one transfer that nobody waits for.
 
         Args:
-            rows: in the order of their tokens, kinds mixed as they come. Without a need for another order put decodes
-                first, then prefills, then verify rows: no tokens have to be gathered then.
+            rows: in the order of their tokens, kinds mixed as they come. Tokens of a kind whose rows follow one another
+                need not be gathered.
             pool: where given, every slot has to be in use there.
             device: of the tensors; default the pool's, or "cpu".
 
@@ -190,10 +222,9 @@ class Batch:
             for tokens, slot in (row.checkpoints or {}).items()
         ]
         window, verify_slots = _windows(verifies)
-        places = verify_places = None
-        if any(kind > following for (kind, _), (following, _) in itertools.pairwise(spans)):
-            by_kind = [[at for kind, span in spans if kind == wanted for at in span] for wanted in range(3)]
-            places, verify_places = by_kind[0] + by_kind[1], by_kind[2]
+        commits = [row for row in (*decodes, *prefills) if row.accepted and row.slot > 0]
+        by_kind = [[at for kind, span in spans if kind == wanted for at in span] for wanted in range(3)]
+        starts_of_kinds, apart = _side_by_side(by_kind)
         sent = _upload(
             device,
             decode_slots=[row.slot for row in decodes] or None,
@@ -205,15 +236,19 @@ class Batch:
             verify_slots=verify_slots or None,
             verify_query_start_loc=verify_starts if verifies else None,
             num_accepted_tokens=[row.accepted for row in verifies] or None,
-            token_indices=places,
-            verify_token_indices=verify_places,
+            token_indices=by_kind[0] + by_kind[1] if apart else None,
+            verify_token_indices=by_kind[2] if apart else None,
+            commit_slots=[row.slot for row in commits] or None,
+            num_committed_tokens=[row.accepted for row in commits] or None,
         )
         if prefills:
             sent["has_initial_state"] = sent["has_initial_state"].bool()
         if window:
             sent["verify_slots"] = sent["verify_slots"].view(-1, window)
         longest = window or max((row.tokens for row in verifies), default=0)
-        return cls(**sent, num_prefill_tokens=starts[-1], num_verify_tokens=verify_starts[-1], window=longest)
+        return cls(
+            **sent, **starts_of_kinds, num_prefill_tokens=starts[-1], num_verify_tokens=verify_starts[-1], window=longest
+        )
 
     @classmethod
     def from_vllm(cls, metadata) -> Batch:
@@ -264,6 +299,13 @@ class Batch:
                 )
         return cls(**fields)
 
+    @classmethod
+    def unchecked(cls, fields: Mapping[str, Tensor | int | None]) -> Batch:
+        """The batch that had these `fields`, once more."""
+        batch = object.__new__(cls)
+        batch.__dict__.update({name: fields[name] for name in _FIELDS})
+        return batch
+
     # ------------------------------------------------------------------------------------------------------ its checks
 
     def __post_init__(self) -> None:
@@ -272,6 +314,11 @@ class Batch:
             check.slots("decode_slots", self.decode_slots, _rows(self.decode_slots), _ANY_POOL, like)
         self._check_prefills(like)
         self._check_verifies(like)
+        self._check_commits(like)
+        for name, count in zip(_STARTS, (self.num_decodes, self.num_prefill_tokens, self.num_verify_tokens)):
+            start = getattr(self, name)
+            if start is not None and (type(start) is not int or not 0 <= start <= self.num_tokens - count):
+                check.refuse(name, repr(start), f"0 to {self.num_tokens - count}, of {self.num_tokens} tokens")
         self._together("token_indices", "verify_token_indices")
         if self.token_indices is not None:
             count = self.num_decodes + self.num_prefill_tokens
@@ -310,6 +357,14 @@ class Batch:
         if self.verify_slots.dim() == 2 and self.window > self.verify_slots.shape[1]:
             check.refuse("window", self.window, f"{self.verify_slots.shape[1]}, the columns of `verify_slots`, or fewer")
 
+    def _check_commits(self, like: Tensor | None) -> None:
+        self._together("commit_slots", "num_committed_tokens")
+        if self.commit_slots is not None:
+            if self.decode_slots is None and self.prefill_slots is None:
+                check.refuse("commit_slots", "a tensor", "None, as there are neither decodes nor prefills")
+            check.slots("commit_slots", self.commit_slots, _rows(self.commit_slots), _ANY_POOL, like)
+            check.vector("num_committed_tokens", self.num_committed_tokens, _rows(self.commit_slots), check.INDICES, like)
+
     def _check_values(self) -> None:
         """What needs values from the device: KDA_CHECK."""
         named = ("decode_slots", "prefill_slots", "checkpoint_slots", "verify_slots")
@@ -326,16 +381,25 @@ class Batch:
             longest = int(self.verify_query_start_loc.diff().max())
             if longest > self.window:
                 check.refuse("window", self.window, f"{longest}, the longest verify row, or more (KDA_CHECK)")
-        if self.token_indices is not None:
-            places = torch.cat([self.token_indices.long(), self.verify_token_indices.long()]).sort().values.tolist()
-            if places != list(range(self.num_tokens)):
-                check.refuse("token_indices", places, f"each of {self.num_tokens} tokens once (KDA_CHECK)")
+        if self.commit_slots is not None:
+            kinds = [x.flatten().tolist() for x in (self.decode_slots, self.prefill_slots) if x is not None]
+            if not {slot for slot in self.commit_slots.tolist() if slot > 0} <= set().union(*kinds):
+                check.refuse("commit_slots", self.commit_slots.tolist(), "slots of decodes and prefills (KDA_CHECK)")
+        places = []
+        for where in (self.decode_tokens, self.prefill_tokens, self.verify_tokens):
+            places += range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
+        if sorted(places) != list(range(self.num_tokens)):
+            named = "token_indices" if self.token_indices is not None else "/".join(_STARTS)
+            check.refuse(named, sorted(places), f"each of {self.num_tokens} tokens once (KDA_CHECK)")
 
     def _together(self, *names: str) -> None:
         missing = [name for name in names if getattr(self, name) is None]
         if missing and len(missing) < len(names):
             given = next(name for name in names if name not in missing)
             check.refuse(missing[0], "None", f"a tensor, beside `{given}`")
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 
 
 def _rows(x) -> int:
@@ -359,6 +423,7 @@ def _whole(n: int, field: str, value, least: int | None = None, most: int | None
 def _row(n: int, row: Decode | Prefill | Verify) -> tuple[int, list[int]]:
     """The tokens of row n and all its slots, checked."""
     if isinstance(row, Decode):
+        _whole(n, "accepted", row.accepted, 0)
         return 1, [_whole(n, "slot", row.slot)]
     tokens = _whole(n, "tokens", row.tokens, 0)
     if isinstance(row, Prefill):
@@ -366,6 +431,7 @@ def _row(n: int, row: Decode | Prefill | Verify) -> tuple[int, list[int]]:
             _whole(n, "checkpoints", at, 1, tokens), _whole(n, "checkpoints", slot)
         if not isinstance(row.has_initial_state, bool):
             check.refuse(f"rows[{n}].has_initial_state", repr(row.has_initial_state), "True or False", TypeError)
+        _whole(n, "accepted", row.accepted, 0, None if row.has_initial_state else 0)
         return tokens, [_whole(n, "slot", row.slot), *(row.checkpoints or {}).values()]
     single = isinstance(row.slots, int)
     slots = [_whole(n, "slots", slot) for slot in ([row.slots] if single else row.slots)]
@@ -387,6 +453,18 @@ def _windows(rows: list[Verify]) -> tuple[int, list[int]]:
     window = max((len(row.slots) for row in rows), default=0)
     # a shorter row has null slots behind its own: it has no tokens that would go there
     return window, [slot for row in rows for slot in (*row.slots, *[0] * (window - len(row.slots)))]
+
+
+def _side_by_side(by_kind: list[list[int]]) -> tuple[dict[str, int], bool]:
+    """Where the kinds' tokens begin, unless they lie in order; and whether those of one lie between others'."""
+    if sum(by_kind, []) == list(range(sum(map(len, by_kind)))):
+        return {}, False
+    starts = {
+        name: places[0] if places else 0
+        for name, places in zip(_STARTS, by_kind)
+        if not places or places == list(range(places[0], places[0] + len(places)))
+    }
+    return starts, len(starts) < len(_STARTS)
 
 
 def _upload(device: torch.device, **lists: list[int] | None) -> dict[str, Tensor]:

@@ -2,15 +2,17 @@
 """The states of all requests of an engine: a slot each, in memory that the operations read and write in place.
 
 One slot number serves all layers. In each layer a slot is one page: the recurrent state [HV, V, K], then the convolution
-state [dim, columns], then what padding the page has. So a fork is one copy, whatever the number of layers.
+state [dim, columns], then the records of draft tokens, if the pool has them, then what padding the page has. So a fork is
+one copy, whatever the number of layers.
 
 Which slots are whose is known on the host alone: to allocate, free or fork waits for nothing, and what touches memory is
 queued on the current stream as the operations are. Not for several threads at once.
 """
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +67,8 @@ class StatePool:
     Attributes:
         slots, geometry, page_bytes, device: as given.
         layers: one `LayerStates` a layer, views of the pages.
+        records: a layer each, [slots, record_tokens, HV, 2 * K + V] fp32 views of the pages, as `kda_verify` takes them;
+            None where the geometry has none.
         pages: [layers, slots, page_bytes / 8] int64, all memory of the pool.
 
     Example:
@@ -85,8 +89,9 @@ class StatePool:
     ) -> None:
         if type(slots) is not int or slots < 2:
             check.refuse("slots", repr(slots), "an integer, 2 or more: the null slot and one to use")
-        conv_start = -(-geometry.ssm_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-        least = -(-(conv_start + geometry.conv_bytes) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        self._conv_start = _aligned(geometry.ssm_bytes)
+        self._record_start = self._conv_start + _aligned(geometry.conv_bytes)
+        least = self._record_start + _aligned(geometry.record_bytes)
         page_bytes = least if page_bytes is None else page_bytes
         if type(page_bytes) is not int or page_bytes < least or page_bytes % PAGE_ALIGNMENT:
             check.refuse("page_bytes", repr(page_bytes), f"a multiple of {PAGE_ALIGNMENT}, {least} or more")
@@ -95,14 +100,25 @@ class StatePool:
         self.device = self.pages.device
         if check.checking():
             self.pages.fill_(_NAN)
-        ssm = self.pages.view(geometry.state_dtype)[..., : geometry.HV * geometry.V * geometry.K]
-        conv = self.pages.view(geometry.conv_dtype)[..., conv_start // geometry.conv_dtype.itemsize :]
-        conv = conv[..., : geometry.dim * geometry.columns]
-        self._ssm_states = ssm.unflatten(-1, (geometry.HV, geometry.V, geometry.K))
-        self._conv_states = conv.unflatten(-1, (geometry.columns, geometry.dim)).mT
+        self._conv_states, self._ssm_states, self._records = self._views(self.pages)
         self.layers = tuple(map(LayerStates, self._conv_states, self._ssm_states))
+        self.records = tuple(self._records) if geometry.record_tokens else (None,) * geometry.layers
         self._free = list(range(slots - 1, 0, -1))  # a stack: the slot freed last, perhaps still in a cache, goes first
         self._owned: set[int] = set()
+
+    def _views(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolution states [layers, slots, dim, columns], recurrent states and records in `pages`."""
+        geo = self.geometry
+
+        def part(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            values = pages.view(dtype)[..., start // dtype.itemsize :]
+            return values[..., : math.prod(shape)].unflatten(-1, shape)
+
+        return (
+            part(self._conv_start, geo.conv_dtype, geo.columns, geo.dim).mT,
+            part(0, geo.state_dtype, geo.HV, geo.V, geo.K),
+            part(self._record_start, torch.float32, geo.record_tokens, geo.HV, 2 * geo.K + geo.V),
+        )
 
     # -------------------------------------------------------------------------------------------------- who owns what
 
@@ -172,7 +188,7 @@ class StatePool:
             self.pages[:, slot].zero_()
 
     def fork(self, slot: int, n: int | None = None) -> int | list[int]:
-        """A new slot or, given `n`, a list of n new slots, with the states of `slot` as they are now.
+        """A new slot or, given `n`, a list of n new slots, with the states of `slot` as they are now, records included.
 
         Raises OutOfSlots, ForeignSlot or NotAllocated, and nothing is allocated then.
         """
@@ -182,23 +198,56 @@ class StatePool:
             self.pages[:, target].copy_(self.pages[:, source])
         return new
 
-    def snapshot(self, slot: int, tokens: int = 0) -> Snapshot:
+    def settle(self, slots: Sequence[int], accepted: int) -> None:
+        """Brings a request that speculates with full states into the plain form, in slots[0].
+
+        There it can be decoded, prefilled further, forked or saved, and its other slots may be freed.
+
+        Args:
+            slots: of its window, as in its last `Verify`.
+            accepted: how many tokens of that were accepted, 1 to len(slots).
+        """
+        slots, geo = self.owned(slots), self.geometry
+        most = min(len(slots), geo.columns - geo.W + 2)
+        if type(accepted) is not int or not 1 <= accepted <= most:
+            check.refuse("accepted", repr(accepted), f"1 to {most}")
+        if accepted > 1:
+            history = self._conv_states[:, slots[0], :, accepted - 1 : accepted + geo.W - 2]
+            self._conv_states[:, slots[0], :, : geo.W - 1] = history.clone()
+            self._ssm_states[:, slots[0]] = self._ssm_states[:, slots[accepted - 1]]
+
+    def snapshot(self, slot: int, tokens: int = 0, *, accepted: int | None = None) -> Snapshot:
         """The states of `slot` as they are now, in host memory. Waits for the device.
 
         For a token inside a prompt, let `kda_prefill` leave its checkpoint in a slot, and take that slot's.
 
         Args:
             tokens: how many tokens the request has seen, noted in the snapshot.
+            accepted: of a pool with records, which must be told: how many of the slot's records the snapshot is to have
+                applied, 0 for a request that does not speculate. The slot stays as it is, and so do its records.
         """
-        (slot,) = self.owned([slot])
-        states = (self._conv_states[:, slot], self._ssm_states[:, slot])
-        return Snapshot(self.geometry, *(torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x) for x in states), tokens)
+        (slot,), most = self.owned([slot]), self.geometry.record_tokens
+        if (accepted is None) != (most == 0) or (most and (type(accepted) is not int or not 0 <= accepted <= most)):
+            wanted = f"0 to {most}, as the pool has records" if most else "None, as the pool has no records"
+            check.refuse("accepted", repr(accepted), wanted)
+        conv_states, ssm_states = self._conv_states[:, slot], self._ssm_states[:, slot]
+        if accepted:
+            from kda.layer_ops import kda_commit
+
+            copy = self.pages[:, [slot, slot]]  # in the second, as the first is a null slot
+            views = self._views(copy)
+            conv_states, ssm_states = (x[:, 1] for x in views[:2])
+            index, count = (torch.tensor([n], dtype=torch.int32, device=self.device) for n in (1, accepted))
+            for conv_state, ssm_state, records in zip(*views):
+                kda_commit(conv_state[..., : self.geometry.W - 1 + most], ssm_state, records, index, count)
+        on_host = (torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x) for x in (conv_states, ssm_states))
+        return Snapshot(self.geometry, *on_host, tokens)
 
     def restore(self, snapshot: Snapshot, slot: int | None = None) -> int:
         """Writes the states of `snapshot` to `slot`, or to a new one (None), and returns it.
 
         Any pool of the same geometry will do, also one of other pages or on another device. A request goes on from there
-        with `has_initial_state` true.
+        with `has_initial_state` true; none of the slot's records are its own.
 
         Raises:
             SnapshotMismatch: the geometry or a dtype differs. OutOfSlots, ForeignSlot, NotAllocated: as above.
@@ -231,6 +280,10 @@ class StatePool:
     def __repr__(self) -> str:
         used = f"{len(self._owned)} of {self.slots - 1} slots in use"
         return f"StatePool({self.geometry}, {used}, {self.nbytes} bytes on {self.device})"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
 def _number(slot) -> int:

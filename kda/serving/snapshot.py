@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda import validation as check
+from kda.serving.checkpoint import import_safetensors
 
 _FORMAT = {"format": "kda-states", "version": "1"}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in check.ACTIVATIONS}
@@ -27,12 +28,16 @@ class SnapshotMismatch(PoolError, ValueError):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one slot holds: in every layer a recurrent state [HV, V, K] and a convolution state [dim, columns].
+    """What one slot holds: in every layer a recurrent state [HV, V, K], a convolution state [dim, columns] and, for
+    speculative decoding by recovery, records [record_tokens, HV, 2 * K + V] in fp32.
 
     Attributes:
         HV, V, K: value heads, value and key head dim (16 to 256).
         dim: channels of the convolution, usually 2 * H * K + HV * V; W: its width (2 to 8).
-        num_spec: further columns of the convolution state, for speculative windows of 1 + num_spec tokens.
+        num_spec: further columns of the convolution state, for speculative windows of 1 + num_spec tokens, each of which
+            leaves a full state in a slot of its own.
+        record_tokens: the most tokens of a window whose records a slot keeps (0 to 8), and so many columns, as
+            `kda_verify` takes them.
         layers: layers with states of this shape.
         state_dtype: of the recurrent state, fp32 or bf16; conv_dtype: of the convolution state, the activations'.
 
@@ -45,26 +50,29 @@ class Geometry:
     dim: int
     W: int = 4
     num_spec: int = 0
+    record_tokens: int = 0
     layers: int = 1
     state_dtype: torch.dtype = torch.float32
     conv_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name, least in dict(HV=1, V=16, K=16, dim=1, W=2, num_spec=0, layers=1).items():
+        for name, least in dict(HV=1, V=16, K=16, dim=1, W=2, num_spec=0, record_tokens=0, layers=1).items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 check.refuse(name, repr(value), f"an integer, {least} or more")
         check.head_dim("V", self.V), check.head_dim("K", self.K)
         if self.W not in check.CONV_WIDTHS:
             check.refuse("W", self.W, f"{check.CONV_WIDTHS.start} to {check.CONV_WIDTHS.stop - 1}")
+        if self.record_tokens >= check.WINDOWS.stop:
+            check.refuse("record_tokens", self.record_tokens, f"0 to {check.WINDOWS.stop - 1}")
         for name, dtypes in (("state_dtype", check.STATES), ("conv_dtype", check.ACTIVATIONS)):
             if getattr(self, name) not in dtypes:
                 check.refuse(name, getattr(self, name), ", ".join(map(str, dtypes)), TypeError)
 
     @property
     def columns(self) -> int:
-        """W - 1 + num_spec."""
-        return self.W - 1 + self.num_spec
+        """W - 1, and the further ones that windows need."""
+        return self.W - 1 + max(self.num_spec, self.record_tokens)
 
     @property
     def ssm_bytes(self) -> int:
@@ -76,6 +84,11 @@ class Geometry:
         """Bytes of one convolution state of one layer."""
         return self.dim * self.columns * self.conv_dtype.itemsize
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the records of one slot of one layer."""
+        return self.record_tokens * self.HV * (2 * self.K + self.V) * torch.float32.itemsize
+
     def differences(self, other: Geometry) -> str:
         """In words: the fields in which `other` differs."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)]
@@ -84,7 +97,7 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The states of one request after `tokens` tokens, in host memory; `StatePool.snapshot` makes them.
+    """The states of one request after `tokens` tokens, in host memory; `StatePool.snapshot` makes them. No records.
 
     Attributes:
         geometry: what the states were made for; a pool takes back only its own.
@@ -138,7 +151,7 @@ def save_snapshots(path: str | os.PathLike, snapshots: Mapping[str, Snapshot]) -
         >>> pool.restore(load_snapshots(path)["prompt"])
         2
     """
-    save_file = _safetensors().torch.save_file
+    save_file = import_safetensors().torch.save_file
     if not snapshots:
         check.refuse("snapshots", "none", "at least one")
     geometry = next(iter(snapshots.values())).geometry
@@ -171,7 +184,7 @@ def load_snapshots(path: str | os.PathLike) -> dict[str, Snapshot]:
         SnapshotMismatch: the file holds no KDA states, or not those that its metadata promise.
         OSError: it cannot be read. ImportError: safetensors is not installed.
     """
-    safetensors = _safetensors()
+    safetensors = import_safetensors()
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}
@@ -188,11 +201,3 @@ def load_snapshots(path: str | os.PathLike) -> dict[str, Snapshot]:
     except (safetensors.SafetensorError, KeyError, TypeError, AttributeError, ValueError) as problem:
         what = f"lacks {problem}" if isinstance(problem, KeyError) else str(problem)
         raise SnapshotMismatch(f"{os.fspath(path)} is no file of KDA states: {what}") from problem
-
-
-def _safetensors():
-    try:
-        import safetensors.torch
-    except ImportError as problem:
-        raise ImportError("files of states need safetensors, which is not installed: pip install safetensors") from problem
-    return safetensors
