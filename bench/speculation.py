@@ -55,9 +55,8 @@ class Step:
         self.weights = (randn(dim, W, dtype=torch.float32), torch.zeros(H, device=DEV), None, torch.ones(D, device=DEV))
         geo = dict(HV=H, V=D, K=D, dim=dim, W=W)
         self.recovery = StatePool(N + 1, Geometry(**geo, record_tokens=window), device=DEV)
-        # the operations take pools apart: only a request's first slot needs a convolution state
         self.full_ssm = torch.empty(N * window + 1, H, D, D, device=DEV)
-        self.full_conv = torch.empty(N + 1, window + W - 2, dim, dtype=BF16, device=DEV).mT
+        self.full_conv = torch.empty(N * window + 1, window + W - 2, dim, dtype=BF16, device=DEV).mT
         conv, ssm = self.recovery.layers[0]
         for slot in range(1, N + 1):
             ssm[slot] = 0.1 * randn(H, D, D)

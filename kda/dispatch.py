@@ -70,15 +70,15 @@ def call(stage: str, operation: str, device: torch.device, *args, **hints):
     """
     backend = _resolve(device.type, _request(), _interpreting())[0]
     function = getattr(_module(stage, backend == "reference"), operation)
-    if hints and backend != "reference":
-        function = functools.partial(function, **hints)
+    if backend == "reference":
+        return function(*args)
     if backend == "triton-cpu":
         with _on_cpu()():
-            return function(*args)
+            return function(*args, **hints)
     if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
         with torch.cuda.device(device):
-            return function(*args)
-    return function(*args)
+            return function(*args, **hints)
+    return function(*args, **hints)
 
 
 @functools.cache
@@ -92,6 +92,22 @@ def _module(stage: str, reference: bool) -> ModuleType:
     return importlib.import_module(f"kda.{'reference' if reference else 'triton'}.{stage}")
 
 
+_environment = getattr(os.environ, "_data", None)
+
+
+def variable(name: str) -> str | None:
+    """An environment variable. Every operation asks for three, and `os.environ` takes most of a microsecond for each."""
+    if type(_environment) is not dict or os.name == "nt":
+        return os.environ.get(name)
+    value = _environment.get(_encoded(name))
+    return None if value is None else os.fsdecode(value)
+
+
+@functools.cache
+def _encoded(name: str) -> bytes:
+    return os.fsencode(name)
+
+
 def _known(name: str, source: str) -> str:
     if name not in REQUESTS:
         raise ValueError(f"{source}: got {name!r}; accepted: {', '.join(REQUESTS)}")
@@ -99,11 +115,11 @@ def _known(name: str, source: str) -> str:
 
 
 def _request() -> str:
-    return _override.get() or _known(os.environ.get("KDA_BACKEND") or "auto", "KDA_BACKEND")
+    return _override.get() or _known(variable("KDA_BACKEND") or "auto", "KDA_BACKEND")
 
 
 def _interpreting() -> bool:
-    asked = os.environ.get("TRITON_INTERPRET")
+    asked = variable("TRITON_INTERPRET")
     return asked is not None and asked.lower() in ("1", "true", "on", "yes", "y")
 
 

@@ -120,7 +120,7 @@ def _key_heads(name: str, what: str, dim: int, HV: int, K: int, V: int) -> int:
 def layer_rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation) -> tuple:
     """The layer's own arguments, as backends take them."""
     return (
-        A_log.view(-1), None if g_bias is None else g_bias.view(-1, K), norm_weight,
+        A_log, g_bias, norm_weight,
         K**-0.5 if scale is None else float(scale), None if lower_bound is None else float(lower_bound), float(eps),
         "sigmoid" if activation == "sigmoid" else "silu",
     )  # fmt: skip

@@ -90,7 +90,10 @@ def _custom_op(function: Callable, returns: Callable[..., tuple], mutates: tuple
     known = {*positions, *HINTS} if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()) else {*positions}
     words = [n for n, p in parameters.items() if p.annotation == "bool | str | None"]
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    written = [n for n in names if n in mutates]
     count = {"None": 0, "Tensor": 1}.get(signature.return_annotation, 2)
+    if count == 1 and written and all(parameters[n].annotation == "Tensor | None" for n in written):
+        count = 2  # inductor (torch 2.13) fails on an op of one result that could write and is given nothing to write to
 
     def only_fresh(given: dict, fresh: Callable[[int, Callable], Tensor]):
         """The op's results; `fresh` gives those that are neither None nor an argument."""
@@ -113,12 +116,12 @@ def _custom_op(function: Callable, returns: Callable[..., tuple], mutates: tuple
 
     def argument(i: int, n: str) -> str:
         kind = _SCHEMA[parameters[n].annotation]
-        return f"{kind.replace('Tensor', f'Tensor(a{i}!)') if n in mutates else kind} {n}"
+        return f"{kind.replace('Tensor', f'Tensor(a{i}!)') if n in written else kind} {n}"
 
     schema = ", ".join(argument(i, n) for i, n in enumerate(names))
     result = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
     definition = torch.library.custom_op(
-        f"kda::{name}", compute, mutates_args=[n for n in names if n in mutates], schema=f"({schema}) -> {result}"
+        f"kda::{name}", compute, mutates_args=written, schema=f"({schema}) -> {result}"
     )
     definition.register_fake(fake)
     definition._backward_fn = refuse  # what register_autograd sets; it will not for an op that writes

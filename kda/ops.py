@@ -330,12 +330,9 @@ def _chunk(
         seen.checked = True
     if out is not None:
         check.apart(out, seen, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, g_bias=g_bias)
-    K = q.shape[3]
-    if A_log is not None:
-        A_log, g_bias = A_log.view(-1), None if g_bias is None else g_bias.view(-1, K)
     return call(
         "chunk", "chunk_kda", q.device,
-        q, k, v, g, beta, K**-0.5 if scale is None else scale, initial_state, output_final_state, cu_seqlens, l2norm,
+        q, k, v, g, beta, q.shape[3] ** -0.5 if scale is None else scale, initial_state, output_final_state, cu_seqlens, l2norm,
         sigmoid_beta, A_log, g_bias, lower_bound, out, seen=seen,
     )  # fmt: skip
 
@@ -425,8 +422,6 @@ def fused_recurrent_kda(
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     if compute_gate:
-        a_log = a_log.view(-1)
-        g_bias = None if g_bias is None else g_bias.view(-1, K)
         lower_bound = None if lower_bound is None else float(lower_bound)
     state, token_states = initial_state, None
     if not inplace_final_state:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kda.dispatch import variable
+
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 STATES = (torch.float32, torch.bfloat16)
 INDICES = (torch.int32, torch.int64)
@@ -303,7 +305,7 @@ def common_rows(name: str, tensors: Sequence[Tensor | None], limit: int) -> list
 
 def checking() -> bool:
     """Whether `KDA_CHECK=1` asks for checks of values on the device (each costs a synchronisation)."""
-    return os.environ.get("KDA_CHECK", "0") == "1"
+    return variable("KDA_CHECK") == "1"
 
 
 def conv_weights(weight, bias, dim: int, like: Tensor, name: str = "weight", bias_name: str = "bias") -> int:

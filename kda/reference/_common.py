@@ -46,6 +46,12 @@ def per_value_head(x, HV, dim):
     return x if x.shape[dim] == HV else x.repeat_interleave(HV // x.shape[dim], dim)
 
 
+def gate_parameters(A_log, g_bias, HV, K):
+    """`A_log` [HV] and `g_bias` [HV, K] or None, as callers may give them: [H or HV] or [1, 1, .., 1]; [H or HV (*) K]."""
+    A_log = per_value_head(A_log.view(-1), HV, 0)
+    return A_log, None if g_bias is None else per_value_head(g_bias.view(-1, K), HV, 0)
+
+
 def l2_normalise(x):
     """`x / sqrt(sum(x*x) + 1e-6)` over the last dim, in place."""
     return x.mul_(torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() + 1e-6))

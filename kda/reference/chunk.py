@@ -17,7 +17,9 @@ gate. The inverse grows with the blocks: that of [[E, 0], [A, O]] is [[E^-1, 0],
 
 import torch
 
-from kda.reference._common import full_precision, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges
+from kda.reference._common import (
+    full_precision, gate_parameters, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges,
+)  # fmt: skip
 
 C = 32  # tokens a chunk: a power of two
 SLAB_TOKENS = 4096  # tokens x value heads in work at a time: bounds memory, and fits a CPU's cache
@@ -73,8 +75,8 @@ def chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seq
     (B, T, HV, V), K, dev = v.shape, q.shape[-1], v.device
     batch, bos, length = token_ranges(cu_seqlens, B, T)
     if A_log is not None:
-        A_log = per_value_head(A_log, HV, 0)[:, None, None]
-        g_bias = None if g_bias is None else per_value_head(g_bias, HV, 0)[:, None]
+        A_log, g_bias = gate_parameters(A_log, g_bias, HV, K)
+        A_log, g_bias = A_log[:, None, None], None if g_bias is None else g_bias[:, None]
     if out is None:
         out = v.new_zeros(B, T, HV, V)
 

@@ -11,7 +11,9 @@ One loop over tokens; all sequences that have a token t, and all heads, take it 
 
 import torch
 
-from kda.reference._common import full_precision, is_live, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges
+from kda.reference._common import (
+    full_precision, gate_parameters, is_live, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges,
+)  # fmt: skip
 
 GROUP_BYTES = 4 << 20  # sequences are taken in groups whose fp32 states fit a CPU's cache
 
@@ -53,8 +55,8 @@ def fused_recurrent_kda(q, k, v, g, beta, scale, state, cu_seqlens, ssm_state_in
     per_token = state is not None and ssm_state_indices is not None and ssm_state_indices.dim() == 2
     dev = v.device
     if A_log is not None:
-        A_log = per_value_head(A_log, HV, 0)[:, None]
-        g_bias = None if g_bias is None else per_value_head(g_bias, HV, 0)
+        A_log, g_bias = gate_parameters(A_log, g_bias, HV, K)
+        A_log = A_log[:, None]
     if out is None:
         out = v.new_zeros(B, T, HV, V)
     else:

@@ -8,9 +8,12 @@ convolution's inputs of the window.
 
 import torch
 
-from kda.reference._common import full_precision, is_live, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges
+from kda.reference._common import (
+    full_precision, gate_parameters, is_live, l2_normalise, log_decay, per_value_head, sigmoid, token_ranges,
+)  # fmt: skip
 from kda.reference.conv import causal_conv1d_update
 from kda.reference.norm import rms_norm_gated
+from kda.reference.tokens import place_rows
 
 
 def _live_rows(ssm_state_indices, num_accepted_tokens, *pools):
@@ -41,13 +44,14 @@ def kda_commit(conv_state, ssm_state, records, ssm_state_indices, num_accepted_t
 @full_precision()
 def kda_verify(qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens,
                num_accepted_tokens, conv_weight, conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps,
-               activation, out):
+               activation, out, out_rows=None):
     """Output [T, HV, V] (or into `out`) of windows of tokens; their records, and conv inputs, go to the rows' slots.
 
     qkv [T, dim], dim = 2*H*K + HV*V; raw_g [T, HV, K]; beta [T, HV] logits; out_gate [T, HV, V]; conv_state, ssm_state,
     records and ssm_state_indices as `kda_commit` takes them; cu_seqlens [N+1]; num_accepted_tokens [N] of the last
     window, which are committed first, or None (nothing to commit). conv_weight [dim, W]; conv_bias [dim] or None;
     A_log [H or HV]; g_bias [H or HV, K] or None; norm_weight [V] or None; activation "sigmoid" or "silu", of the gate.
+    out_rows [T] or None: the output of token t of a row goes to `out[out_rows[t]]`, if that exists.
     """
     if num_accepted_tokens is not None:
         kda_commit(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens)
@@ -55,18 +59,17 @@ def kda_verify(qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_s
     H = (qkv.shape[1] - HV * V) // (2 * K)
     rows, slots, _ = _live_rows(ssm_state_indices, num_accepted_tokens, conv_state, ssm_state, records)
     _, first, length = token_ranges(cu_seqlens, 1, T)
-    if out is None:
-        out = qkv.new_zeros(T, HV, V)
+    y = qkv.new_zeros(T, HV, V) if out is None or out_rows is not None else out
     for begin, end in zip(first.tolist(), (first + length).tolist()):
-        out[begin:end] = 0
+        y[begin:end] = 0
     first, length = first[rows], length[rows].clamp(max=records.shape[1])
 
     history = conv_state[slots.to(dev), :, :past]  # a copy
     for slot, begin, L in zip(slots.tolist(), first.tolist(), length.tolist()):
         conv_state[slot, :, past:past + L] = qkv[begin:begin + L].t().to(conv_state.dtype)
     S = ssm_state[slots.to(dev)].float()
-    A_log = per_value_head(A_log, HV, 0)[:, None]
-    g_bias = None if g_bias is None else per_value_head(g_bias, HV, 0)
+    A_log, g_bias = gate_parameters(A_log, g_bias, HV, K)
+    A_log = A_log[:, None]
     for t in range(max(length.tolist(), default=0)):
         now = length > t
         i, at, slot = now.nonzero().flatten().to(dev), (first + t)[now].to(dev), slots[now].to(dev)
@@ -82,10 +85,10 @@ def kda_verify(qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_s
         d = sigmoid(beta[at].float())[..., None] * (v.unflatten(-1, (HV, V)) - _state_times(S_t, k))
         S[i] = S_t.addcmul_(d[..., None], k[:, :, None])
         records[slot, t] = torch.cat([k, decay, d], -1)
-        o = torch.empty(len(i), HV, V, dtype=out.dtype, device=dev)
+        o = torch.empty(len(i), HV, V, dtype=y.dtype, device=dev)
         rms_norm_gated(_state_times(S_t, q), out_gate[at], norm_weight, None, activation, None, None, eps, o)
-        out[at] = o
-    return out
+        y[at] = o
+    return y if out_rows is None else place_rows(out, out_rows, y, end=int(cu_seqlens[-1].clamp(0, T)))
 
 
 def _state_times(S, x):

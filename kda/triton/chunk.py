@@ -303,18 +303,20 @@ def find(
 ) -> Callable[[], None] | None:  # fmt: skip
     """The launches as before for the same `seen`, of tensors or their addresses; None if that is not to be had."""
     found = None if seen is None else seen.launches.get("chunk")
-    if found is None or found.segments is not None:
+    if found is None:
         return None
     memory = found.scratch.empty()
-    tiles, decays = found.scratch.addresses(memory)
-    intra = _intra.find(seen, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out))
-    after = walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, out, final_state)
-    if intra is None or after is None:
+    tiles, decays, *maps = found.scratch.addresses(memory)
+    launches = [
+        _intra.find(seen, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out)),
+        *walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial),
+    ]
+    if None in launches:
         return None
 
     def launch(memory=memory) -> None:  # which has to last until then
-        intra()
-        after()
+        for one in launches:
+            one()
 
     return launch
 

@@ -47,7 +47,8 @@ def conv_tile(x, history, weight, bias, t, L, H, channels, sx_t, sh_w, sw_w,
         j = i + (w - (W - 1))  # [BT, 1] the token under tap w; the history (column i + w) ends at token -1
         z = tl.load(x[None, :] + j * sx_t, mask=tokens & (j >= 0), other=0.0).to(tl.float32)
         if history is not None:
-            z = cast(z, history.dtype.element_ty).to(tl.float32)
+            if history.dtype.element_ty != x.dtype.element_ty:
+                z = cast(z, history.dtype.element_ty).to(tl.float32)
             if w < W - 1:
                 if t + w < W - 1:
                     old = tl.load(history[None, :] + (i + w) * sh_w, mask=tokens & (i + w < H), other=0.0)

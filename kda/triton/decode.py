@@ -88,16 +88,16 @@ def decay_and_beta(g, g_bias, A_log, beta, lower_bound, KI: tl.constexpr, BOUNDE
 
 # Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
 @triton.jit(
-    do_not_specialize=["slots", "idx_n"],
+    do_not_specialize=["slots", "rows", "idx_n"],
     do_not_specialize_on_alignment=[
-        "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "out_ptr", "x_n", "g_n", "g_h", "beta_n", "gate_n",
-        "gate_h", "conv_n", "conv_d", "conv_w", "out_n", "out_h",
+        "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "out_ptr", "out_rows", "x_n", "g_n", "g_h", "beta_n",
+        "gate_n", "gate_h", "conv_n", "conv_d", "conv_w", "out_n", "out_h",
     ],
 )  # fmt: skip
 def kda_decode_kernel(
     x_ptr, g_ptr, beta_ptr, gate_ptr, indices, weight_ptr, conv_bias_ptr, A_log_ptr, bias_ptr, norm_ptr,  # inputs
-    conv_ptr, state_ptr, out_ptr,
-    scale, lower_bound, eps, slots,
+    conv_ptr, state_ptr, out_ptr, out_rows,
+    scale, lower_bound, eps, slots, rows,
     x_n, g_n, g_h, beta_n, gate_n, gate_h, idx_n, weight_d, weight_w, conv_n, conv_d, conv_w, state_n, out_n, out_h,
     H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PV: tl.constexpr, KI: tl.constexpr, STREAM: tl.constexpr,
@@ -117,10 +117,14 @@ def kda_decode_kernel(
     else:
         o_v = tl.arange(0, PV)[:, None] * BV + tl.arange(0, BV)[None, :]
     m_v = o_v < V
-    out_ptr += n * out_n + h * R * out_h
+    m_out, row = m_v, n
+    if out_rows is not None:
+        row = tl.load(out_rows + n).to(tl.int64)
+        m_out &= (row >= 0) & (row < rows)
+    out_ptr += row * out_n + h * R * out_h
     if (slot <= 0) | (slot >= slots):  # padding
         for r in range(R):
-            tl.store(out_ptr + r * out_h + o_v, tl.zeros(o_v.shape, out_ptr.dtype.element_ty), m_v)
+            tl.store(out_ptr + r * out_h + o_v, tl.zeros(o_v.shape, out_ptr.dtype.element_ty), m_out)
         return
 
     x_ptr += n * x_n
@@ -204,7 +208,7 @@ def kda_decode_kernel(
         if SILU:
             o *= z
         o *= tl.sigmoid(z)
-        tl.store(out_ptr + r * out_h + o_v, cast(o, out_ptr.dtype.element_ty), m_v)
+        tl.store(out_ptr + r * out_h + o_v, cast(o, out_ptr.dtype.element_ty), m_out)
 
 
 _launch = Launch(kda_decode_kernel)
@@ -212,7 +216,7 @@ _launch = Launch(kda_decode_kernel)
 
 def kda_decode(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias, A_log, g_bias,
-    norm_weight, scale, lower_bound, eps, activation, out, seen=None,
+    norm_weight, scale, lower_bound, eps, activation, out, out_rows=None, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.decode.kda_decode` takes them. Returns the output."""
     N, HV, V, K = len(qkv), *ssm_state.shape[1:]
@@ -220,7 +224,7 @@ def kda_decode(
         out = torch.empty(N, HV, V, dtype=qkv.dtype, device=qkv.device)
     tensors = (
         qkv, raw_g, beta, out_gate, ssm_state_indices, conv_weight, conv_bias, A_log, g_bias, norm_weight, conv_state,
-        ssm_state, out,
+        ssm_state, out, out_rows,
     )  # fmt: skip
     if not N or _launch.again(seen, tensors):
         return out
@@ -228,7 +232,7 @@ def kda_decode(
     cfg = configs.pick("kda_decode", K=K, V=V, itemsize=ssm_state.element_size(), device=qkv.device)
     _launch(
         seen, N * H, tensors,
-        (scale, 0.0 if lower_bound is None else lower_bound, eps, min(len(conv_state), len(ssm_state)), qkv.stride(0),
+        (scale, 0.0 if lower_bound is None else lower_bound, eps, min(len(conv_state), len(ssm_state)), len(out), qkv.stride(0),
          *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0),
          *conv_weight.stride(), *conv_state.stride(), ssm_state.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=conv_weight.shape[1], BK=configs.next_power_of_2(K),

@@ -48,9 +48,9 @@ def gated(a, scale, weight, bias, g, out, d, mask, opens, D, SILU: tl.constexpr)
     tl.store(out + d[None, :], cast(y, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R1", "R"])
+@triton.jit(do_not_specialize=["R1", "R", "rows"], do_not_specialize_on_alignment=["out_rows"])
 def rms_norm_gated_kernel(
-    x, g, weight, bias, residual, residual_out, out, limit, eps, R1, R, D,
+    x, g, weight, bias, residual, residual_out, out, limit, out_rows, eps, R1, R, D, rows,
     sx_0, sx_1, sx_r, sg_0, sg_1, sg_r, sr_0, sr_1, sr_r, sn_0, sn_1, sn_r, so_0, so_1, so_r,
     SILU: tl.constexpr, PADDED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ONE_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -61,12 +61,17 @@ def rms_norm_gated_kernel(
     if limit is not None:
         if r1 >= tl.load(limit):
             return
+    row = r1
+    if out_rows is not None:
+        row = tl.load(out_rows + r1).to(tl.int64)
+        if (row < 0) | (row >= rows):
+            return
     r = pid % blocks * BR + tl.arange(0, BR)[:, None]
     i, d = tl.arange(0, BR), tl.arange(0, BD)
 
     x += r0 * sx_0 + r1 * sx_1 + r * sx_r
     g += r0 * sg_0 + r1 * sg_1 + r * sg_r
-    out += r0 * so_0 + r1 * so_1 + r * so_r
+    out += r0 * so_0 + row * so_1 + r * so_r
     if residual is not None:
         residual += r0 * sr_0 + r1 * sr_1 + r * sr_r
     if residual_out is not None:
@@ -104,14 +109,14 @@ def find(seen, *tensors):
 
 
 def rms_norm_gated(
-    x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None, seen=None
+    x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None, out_rows=None, seen=None
 ):  # fmt: skip
     """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape.
 
     With `padded` rows of zeros give zeros whatever their gate; of R1 the indices from `limit` [1] on, if given, are
-    left as they are.
+    left as they are. `out_rows` [R1] says which index of R1 in `out` each one goes to; out of range, nowhere.
     """
-    tensors = (x, g, weight, bias, residual, residual_out, out, limit)
+    tensors = (x, g, weight, bias, residual, residual_out, out, limit, out_rows)
     if _launch.again(seen, tensors):
         return out
     R0, R1, R, D = x.shape
@@ -119,7 +124,7 @@ def rms_norm_gated(
     config = configs.pick("rms_norm_gated", D=D, device=x.device)
     _launch(
         seen, R0 * R1 * triton.cdiv(R, config["BR"]), tensors,
-        (eps, R1, R, D, *(step for steps in strides for step in steps)),
+        (eps, R1, R, D, out.shape[1], *(step for steps in strides for step in steps)),
         SILU=activation == "silu", PADDED=padded, ONE_TILE=D <= config["BD"], **config,
     )  # fmt: skip
     return out

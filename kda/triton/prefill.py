@@ -118,7 +118,7 @@ def keep_conv_states(x, conv_state, W: int, cu_seqlens, indices, has_initial, of
 def kda_prefill(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
     conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, checkpoint_offsets, checkpoint_indices,
-    out, seen=None,
+    out, out_rows=None, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.prefill.kda_prefill` takes them. Returns the output."""
     T, (HV, K), V, W = len(qkv), raw_g.shape[1:], out_gate.shape[2], conv_weight.shape[1]
@@ -129,7 +129,7 @@ def kda_prefill(
     keeps = checkpoint_offsets is not None and checkpoint_offsets.numel() and T
     if has_initial_state is not None and not keeps and repeat(
         seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, H * K,
+        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, H * K,
     ):  # fmt: skip
         return out
 
@@ -152,13 +152,13 @@ def kda_prefill(
     )  # fmt: skip
     if T:
         norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit,
-                            seen)  # fmt: skip
+                            out_rows, seen)  # fmt: skip
     return out
 
 
 def repeat(
     seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, keys: int,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, keys: int,
 ) -> bool:  # fmt: skip
     """Launches again as before for the same `seen`; False if that is not to be had. `keys`: columns of q, and of k."""
     if seen is None or "chunk" not in seen.launches:
@@ -170,7 +170,7 @@ def repeat(
         conv.find(seen, qkv, conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices, has_initial_state, x),
         chunk.find(seen, q, k, v, raw_g, beta, A_log, g_bias, cu_seqlens, ssm_state, o, ssm_state, ssm_state_indices,
                    has_initial_state),
-        norm.find(seen, o, out_gate, norm_weight, None, None, None, out, limit),
+        norm.find(seen, o, out_gate, norm_weight, None, None, None, out, limit, out_rows),
     )  # fmt: skip
     if None in launches:
         return False

@@ -80,19 +80,29 @@ def window_tile(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
     return cast(y, x.dtype.element_ty).to(tl.float32)
 
 
+@triton.jit
+def row_of(out_rows, t, rows, mask):
+    """Which row of the output token(s) `t` go to, and whether they go anywhere."""
+    if out_rows is None:
+        return t, mask
+    else:
+        to = tl.load(out_rows + t, mask, -1).to(tl.int64)
+        return to, (to >= 0) & (to < rows)
+
+
 # Sums run in the order in which a warp holds its loads, so the alignment of an input must not decide it.
 @triton.jit(
-    do_not_specialize=["N", "T", "slots", "window", "commits", "idx_n", "acc_n"],
+    do_not_specialize=["N", "T", "slots", "rows", "window", "commits", "idx_n", "acc_n"],
     do_not_specialize_on_alignment=[
-        "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "record_ptr", "out_ptr", "x_t", "g_t", "g_h", "beta_t",
-        "gate_t", "gate_h", "conv_n", "conv_d", "conv_w", "rec_n", "out_t", "out_h",
+        "x_ptr", "g_ptr", "beta_ptr", "gate_ptr", "conv_ptr", "record_ptr", "out_ptr", "out_rows", "x_t", "g_t", "g_h",
+        "beta_t", "gate_t", "gate_h", "conv_n", "conv_d", "conv_w", "rec_n", "out_t", "out_h",
     ],
 )  # fmt: skip
 def kda_verify_kernel(
     x_ptr, g_ptr, beta_ptr, gate_ptr, indices, cu_seqlens, accepted, weight_ptr, conv_bias_ptr, A_log_ptr, bias_ptr,
     norm_ptr,  # inputs
-    conv_ptr, state_ptr, record_ptr, out_ptr,
-    scale, lower_bound, eps, N, T, slots, window, commits,
+    conv_ptr, state_ptr, record_ptr, out_ptr, out_rows,
+    scale, lower_bound, eps, N, T, slots, rows, window, commits,
     x_t, g_t, g_h, beta_t, gate_t, gate_h, idx_n, acc_n, weight_d, weight_w, conv_n, conv_d, conv_w, state_n, rec_n, out_t,
     out_h,
     H: tl.constexpr, HV: tl.constexpr, HA: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
@@ -112,8 +122,10 @@ def kda_verify_kernel(
     o_v = tl.arange(0, PV)[:, None] * BV + tl.arange(0, BV)[None, :]  # [PV, BV] all outputs of a value head
     out_ptr += h * R * out_h
     for t in range(bos + L, eos):  # padding, tokens past the window, the tail that belongs to no row (n == N)
+        to, m_to = row_of(out_rows, t, rows, True)
         for r in range(R):
-            tl.store(out_ptr + t * out_t + r * out_h + o_v, tl.zeros(o_v.shape, out_ptr.dtype.element_ty), o_v < V)
+            zeros = tl.zeros(o_v.shape, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + to * out_t + r * out_h + o_v, zeros, (o_v < V) & m_to)
     if not live:
         return
 
@@ -136,6 +148,8 @@ def kda_verify_kernel(
     k *= (1.0 / tl.sqrt(row_sums(k * k, L) + 1e-6))[:, None]
     kq = row_sums(k * q, L)  # [PT]
 
+    to, m_to = row_of(out_rows, bos + o_t, rows, m_t)
+    m_to = m_to[:, None, None] & (o_v < V)[None, :, :]
     t_k, t_v = state_tile(o_k, BV, KI)
     for r in range(R):
         hv = h * R + r
@@ -194,8 +208,8 @@ def kda_verify_kernel(
         if SILU:
             o *= gate
         o *= tl.sigmoid(gate)
-        o_tv = (bos + o_t)[:, None, None] * out_t + r * out_h + o_v[None, :, :]
-        tl.store(out_ptr + o_tv, cast(o, out_ptr.dtype.element_ty), m_tv)
+        o_tv = to[:, None, None] * out_t + r * out_h + o_v[None, :, :]
+        tl.store(out_ptr + o_tv, cast(o, out_ptr.dtype.element_ty), m_to)
 
 
 @triton.jit(
@@ -246,7 +260,8 @@ _commit = Launch(kda_commit_kernel)
 
 def kda_verify(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
-    conv_weight, conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out, seen=None,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out, out_rows=None,
+    seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.speculative.kda_verify` takes them. Returns the output."""
     T, HV, V, K = len(qkv), *ssm_state.shape[1:]
@@ -258,7 +273,7 @@ def kda_verify(
     accepted = num_accepted_tokens if commits else ssm_state_indices
     tensors = (
         qkv, raw_g, beta, out_gate, ssm_state_indices, cu_seqlens, accepted, conv_weight, conv_bias, A_log,
-        g_bias, norm_weight, conv_state, ssm_state, records, out,
+        g_bias, norm_weight, conv_state, ssm_state, records, out, out_rows,
     )  # fmt: skip
     if _verify.again(seen, tensors):
         return out
@@ -270,10 +285,9 @@ def kda_verify(
     _verify(
         seen, rows * H, tensors,
         (scale, 0.0 if lower_bound is None else lower_bound, eps, N, T,
-         min(len(conv_state), len(ssm_state), len(records)), window, int(commits), qkv.stride(0), *raw_g.stride()[:2], beta.stride(0),
-         *out_gate.stride()[:2], ssm_state_indices.stride(0),
-         accepted.stride(0), *conv_weight.stride(),
-         *conv_state.stride(), ssm_state.stride(0), records.stride(0), *out.stride()[:2]),
+         min(len(conv_state), len(ssm_state), len(records)), len(out), window, int(commits), qkv.stride(0),
+         *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0), accepted.stride(0),
+         *conv_weight.stride(), *conv_state.stride(), ssm_state.stride(0), records.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=W, BW=configs.next_power_of_2(W - 1), BK=configs.next_power_of_2(K),
         PV=configs.next_power_of_2(-(-V // cfg["BV"])), PT=configs.next_power_of_2(window),
         BOUNDED=lower_bound is not None, SILU=activation == "silu", **cfg,

@@ -257,11 +257,16 @@ class Segments(NamedTuple):
 def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, half: bool, device: torch.device) -> int:
     """Chunks in a segment; 0 for a walk in one piece, where its programs fill the GPU or sequences are short.
 
-    Walking in segments is three times the work, at N HV slices times as many programs as there are segments.
+    Walking in segments is three times the work, at N HV slices times as many programs as there are segments: as many as
+    fit a GPU at once, two on a multiprocessor. A power of two, as each is a kernel of its own.
     """
     if device.type != "cuda" or not half or K & (K - 1) or T < 3 * 128 * C * N:
         return 0
-    return 128 if 3 * N * HV * slices <= torch.cuda.get_device_properties(device).multi_processor_count else 0
+    programs, fit = N * HV * slices, configs.multiprocessors(device)
+    if 3 * programs > fit:
+        return 0
+    chunks = -(-T // (N * C))
+    return max(configs.next_power_of_2(-(-chunks // (2 * fit // programs))), 64)
 
 
 def segments(
@@ -278,10 +283,16 @@ def segments(
 _walk, _combine = Launch(chunk_walk_kernel), Launch(chunk_combine_kernel)
 
 
-def find(seen, tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, out, final_state):
-    """A walk in one piece as before, see Launch.find."""
-    tensors = (tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, None, None, out, final_state, None)
-    return _walk.find(seen, tensors, False)
+def find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial) -> list:
+    """The launches as before, see Launch.find; `maps` empty for a walk in one piece."""
+    begin = (tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, None, None, out, final_state)
+    if not maps:
+        return [_walk.find(seen, (*begin, None), False)]
+    return [
+        _walk.find(seen, (*begin, maps[0]), True),
+        _combine.find(seen, (*maps, initial_state, cu_seqlens, indices, has_initial)),
+        _walk.find(seen, (*begin, maps[1]), False),
+    ]
 
 
 def walk(

@@ -9,7 +9,7 @@ from kda.triton import conv, norm, recurrent
 
 def kda_window(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, num_accepted_tokens, conv_weight,
-    conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out,
+    conv_bias, A_log, g_bias, norm_weight, scale, lower_bound, eps, activation, out, out_rows=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.window.kda_window` takes them."""
     T, HV, V, K = len(qkv), *ssm_state.shape[1:]
@@ -27,6 +27,6 @@ def kda_window(
         ssm_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, True, True, A_log, g_bias, lower_bound, None, o,
     )  # fmt: skip
     norm.rms_norm_gated(
-        o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, cu_seqlens[-1:]
+        o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, cu_seqlens[-1:], out_rows
     )
     return out

@@ -113,14 +113,14 @@ def best_isa() -> str:
 
 @functools.cache
 def selected_isa() -> str:
-    """The path kernels are compiled for: KDA_CPU_ISA, or the widest below AMX that this machine runs.
+    """The path kernels are compiled for: KDA_CPU_ISA, or the widest that this machine runs.
 
     Raises:
         RuntimeError: KDA_CPU_ISA names an unknown path, or one that this machine lacks.
     """
     forced = os.environ.get("KDA_CPU_ISA", "").strip().lower()
-    if not forced or forced == "auto":  # AMX only when asked for, until today's kernels have been checked on it
-        return next(isa for isa in reversed(ISAS) if isa != "amx" and not missing(isa))
+    if not forced or forced == "auto":
+        return best_isa()
     if forced not in ISAS:
         raise RuntimeError(f"KDA_CPU_ISA={forced!r}: accepted are {', '.join(ISAS)}")
     if why := missing(forced):
