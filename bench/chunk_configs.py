@@ -20,7 +20,7 @@ from pathlib import Path
 
 import peers
 from common import Results, graph_ms
-from gpu_first import LB, inputs, offsets, our_chunk
+from gpu import LB, inputs, offsets, our_chunk
 from kda import validation
 from kda.triton import chunk, configs, walk
 

@@ -20,10 +20,10 @@ part tests-kernels 300 python3 -m pytest tests -q -n 16 --ignore tests/triton_cp
 part tests-cpu 150 python3 -m pytest tests/triton_cpu -q -n 14
 part tests-amx 90 env CUDA_VISIBLE_DEVICES= KDA_CPU_ISA=amx OMP_NUM_THREADS=1 \
     python3 -m pytest tests/test_chunk.py tests/test_norm.py tests/test_layer.py -q -n 16
-part accuracy 90 python3 bench/gpu_first.py --out "$out" --part accuracy --peers flashkda
-part times-prefill 120 python3 bench/gpu_first.py --out "$out" --part prefill --peers flashkda
-part times-layer 60 python3 bench/gpu_first.py --out "$out" --part layer
-part times-decode 60 python3 bench/gpu_first.py --out "$out" --part decode --peers vllm
-part times-ops 90 python3 bench/gpu_first.py --out "$out" --part ops --peers vllm
+part accuracy 90 python3 bench/gpu.py --out "$out" --part accuracy --peers flashkda
+part times-prefill 120 python3 bench/gpu.py --out "$out" --part prefill --peers flashkda
+part times-layer 60 python3 bench/gpu.py --out "$out" --part layer
+part times-decode 60 python3 bench/gpu.py --out "$out" --part decode --peers vllm
+part times-ops 90 python3 bench/gpu.py --out "$out" --part ops --peers vllm
 part configs 150 python3 bench/chunk_configs.py --out "$out"
 part cpu-isa 120 python3 bench/cpu.py --out "$out" --threads 16 --part isa --isa amx,avx512bf16,avx512 --seconds 1 --no-compile

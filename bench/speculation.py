@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kda
 from common import Results, copy_bytes_per_s, graph_ms, side_by_side_ms, synchronises
-from gpu_first import attempt, ratio, show, times
+from gpu import attempt, ratio, show, times
 from kda.cli.check import BOUNDS, err
 from kda.serving import Batch, Geometry, StatePool, kda_forward
 

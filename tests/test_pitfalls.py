@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that users of KDA kernels have reported in public (pitfalls.md), each pinned by what must happen instead.
 
-The number in front of each group is the line of that page. Lines 13 (states exported inside a prompt), 14 (a CPU path
-gated on AMX) and 17 (transformers without a GPU) belong to operations that do not exist yet; 18 is test_compile.py.
+The number in front of each group is the line of that page. Line 13 (states exported inside a prompt) is tested in
+test_prefill.py and test_serving.py, 14 (a CPU path gated on AMX) in triton_cpu/, 17 (transformers without a GPU) in
+test_drop_in_transformers.py, 18 in test_compile.py.
 """
 
 import fcntl
@@ -82,6 +83,26 @@ def test_a_batch_with_a_gap_between_its_rows_reads_no_other_request(backend, dty
     conv = [kda.causal_conv1d_update(t, torch.zeros(2, 18, 3, dtype=dtype, device=x.device), weight)
             for t in (rows, frame(rows))]
     assert torch.equal(*conv)
+
+
+@on_backends("N", [], [2_000], [40_000])
+def test_thousands_of_short_sequences_give_what_each_gives_alone(backend, N):
+    """Of 0 to 34 tokens; a few of them against the oracle too, among them the last one."""
+    lens = [(7 * n) % 35 for n in range(N)]
+    x = make(lens=lens, H=1, K=128, V=16, dtype=BF16, device=backend.device)
+    o, final = chunk(x)
+    assert o.isfinite().all() and final.isfinite().all()
+    begins = torch.tensor([0, *lens]).cumsum(0).tolist()
+    for n in (0, 1, 4, N // 2, N - 2, N - 1):
+        part = slice(begins[n], begins[n + 1])
+        tokens = {name: getattr(x, name)[:, part] for name in TOKENS}
+        one = replace(x, **tokens, initial_state=x.initial_state[n:n + 1], lens=[lens[n]])
+        alone, state = chunk(one)
+        assert torch.equal(alone, o[:, part]) and torch.equal(state, final[n:n + 1])
+        want_o, want_state = one.oracle()
+        if lens[n]:
+            assert_accurate(alone, want_o, BF16)
+        assert_accurate(state, want_state, BF16, "state")
 
 
 # --------------------------------------------------------------------------------------------- 3. more than 2**31 elements

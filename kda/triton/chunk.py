@@ -279,7 +279,9 @@ class Plan(NamedTuple):
     scratch: Scratch
 
 
-def plan(B: int, T: int, K: int, HV: int, V: int, dtype, device, bounded: bool, sequences: int, parts: int | None) -> Plan:
+def plan(
+    B: int, T: int, K: int, HV: int, V: int, dtype, device, bounded: bool, sequences: int, parts: int | None
+) -> Plan:  # fmt: skip
     """`parts` of `sequences`, None: a batch of B sequences that are not packed."""
     cfg = configs.pick("chunk", N=B if parts is None else parts, HV=HV, K=K, V=V, T=T, dtype=dtype, device=device, bounded=bounded)
     C = cfg["C"]

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every operation on one GPU: its error against an fp64 recurrence, its time beside the public kernels.
 
-    PYTHONPATH=.:.peers python bench/gpu_first.py --out DIR [--part accuracy|prefill|layer|decode|ops] [--peers ...]
+    PYTHONPATH=.:.peers python bench/gpu.py --out DIR [--part accuracy|prefill|layer|decode|ops] [--peers ...]
 
 `.peers` holds public kernels to compare with (vLLM's Triton ones, FlashKDA, flash-linear-attention); what is
 not there is left out. Peers get contiguous inputs in the layouts that they want; so do we, but for `strided`.
 Times are medians of 20 calls with CUDA events; decode, and what is called `graph`, out of a CUDA graph. vLLM
 and fla autotune for minutes: they run on the prefill rows marked `*` only, unless --all-rows is given.
-DIR/gpu_first[-PART].json is written row by row. Exit status 1 when an error is over the contract's bound.
+DIR/gpu[-PART].json is written row by row. Exit status 1 when an error is over the contract's bound.
 Without a GPU it runs on the CPU's backend: for the accuracy part, and with --small to try the script.
 """
 from __future__ import annotations
@@ -216,14 +216,17 @@ def prefill_row(
     xs = strided(x)
     floor = (T * H * D * 2 * 5 + 2 * N * H * D * D * 4) / opts.bandwidth * 1e3
     ours = partial(our_chunk, x, cu)
+    unbounded = partial(our_chunk, x | {"A_log": (x["A_log"].exp() * 15 + 1).log()}, cu, False)
     ms: dict[str, Ms] = {
         "ours": attempt(lambda: median_ms(ours, opts.runs)),
         "strided": attempt(lambda: median_ms(partial(our_chunk, xs, cu), opts.runs)),
         "graph": attempt(lambda: graph_ms(ours, 4)),
-        "unbounded": attempt(lambda: graph_ms(partial(our_chunk, x | {"A_log": (x["A_log"].exp() * 15 + 1).log()}, cu, False), 4)),
+        "unbounded": attempt(lambda: graph_ms(unbounded, 4)),
     }
     for peer in rivals:
         ms[peer] = attempt(lambda: median_ms(peers.CHUNK[peer](x, cu, LB), opts.runs))
+        if peer == "flashkda":
+            ms["flashkda graph"] = attempt(lambda: graph_ms(peers.CHUNK[peer](x, cu, LB), 4))
     kernels, waits = attempt(lambda: kernel_us(ours)), attempt(lambda: synchronises(ours))
     launch = attempt(lambda: host_us(ours))
     results.add(
@@ -231,8 +234,11 @@ def prefill_row(
         f"prefill T={T} H={H} N={N}{'*' if marked else ''}: "
         + "  ".join(f"{name} {show(t)}" for name, t in ms.items())
         + "".join(f"  ours/{p} {times(ms['ours'], ms[p])}" for p in rivals)
+        + (f"  in graphs {times(ms['graph'], ms['flashkda graph'])}" if "flashkda graph" in ms else "")
         + f"  floor {floor:.3f} ms  launched in {show(launch, ' us', 1)}" + (f"  WAITS: {waits}" if waits else ""),
-        T=T, H=H, lens=lens, launch_us=launch, ms=ms, ratios={p: ratio(ms["ours"], ms[p]) for p in rivals}, floor_ms=floor,
+        T=T, H=H, lens=lens, launch_us=launch, ms=ms, ratios={p: ratio(ms["ours"], ms[p]) for p in rivals},
+        graph_ratio=ratio(ms["graph"], ms.get("flashkda graph")),
+        unbounded_ratio=ratio(ms["unbounded"], ms["graph"]), floor_ms=floor,
         kernel_us=kernels, synchronises=waits,
     )
 
@@ -439,7 +445,7 @@ def main() -> int:
 
     opts.bandwidth = copy_bytes_per_s(DEV, 64 if opts.small else 1024)
     results = Results(
-        opts.out / f"gpu_first{'-' + opts.part if opts.part else ''}.json", backend=kda.backend_for(DEV),
+        opts.out / f"gpu{'-' + opts.part if opts.part else ''}.json", backend=kda.backend_for(DEV),
         why=kda.why(DEV), arguments=sys.argv[1:], copy_bytes_per_s=opts.bandwidth,
     )
     print(f"{kda.why(DEV)}; copy {opts.bandwidth / 1e12:.2f} TB/s; torch {torch.__version__}", flush=True)
