@@ -233,16 +233,18 @@ def chunk_intra_kernel(
     tiles = tiles_ptr + pid * (3 * C * K + 2 * C * CW)
     decay_ptr += pid * (K if decay_ptr.dtype.element_ty == tl.float32 else 3 * K)
     BP: tl.constexpr = BK // PARTS
-    A, P, p, qq, kk, q_up, k_up = part_of_channels(
-        q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, decay_ptr, q_t, k_t, g_t,
-        K, 0, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
-    )  # fmt: skip
-    if PARTS == 2:
-        A1, P1, p1, qq1, kk1, q_up1, k_up1 = part_of_channels(
+    q_up, k_up = (), ()
+    for part in tl.static_range(PARTS):
+        of_part = part_of_channels(
             q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, decay_ptr, q_t, k_t, g_t,
-            K, BP, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
+            K, part * BP, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
         )  # fmt: skip
-        A, P, p, qq, kk = A + A1, P + P1, p + p1, qq + qq1, kk + kk1
+        q_up += (of_part[5],)
+        k_up += (of_part[6],)
+        if part == 0:
+            A, P, p, qq, kk = of_part[0], of_part[1], of_part[2], of_part[3], of_part[4]
+        else:
+            A, P, p, qq, kk = A + of_part[0], P + of_part[1], p + of_part[2], qq + of_part[3], kk + of_part[4]
     if L2NORM:
         q_inv, k_inv = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
     else:
@@ -260,9 +262,8 @@ def chunk_intra_kernel(
     # What multiplies the state, through the keys; -w, to be added.
     U *= -k_inv[None, :]
     R *= -k_inv[None, :]
-    store_wz(tiles, U, R, q_up, k_up, q_inv, K, 0, PRECISION, dt)
-    if PARTS == 2:
-        store_wz(tiles, U, R, q_up1, k_up1, q_inv, K, BP, PRECISION, dt)
+    for part in tl.static_range(PARTS):
+        store_wz(tiles, U, R, q_up[part], k_up[part], q_inv, K, part * BP, PRECISION, dt)
 
 
 _intra = Launch(chunk_intra_kernel)
