@@ -12,7 +12,7 @@ FILE        ?=
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 COMPILE     ?= --all --check
-SPILLS      ?= 64
+SPILLS      ?= 300
 SAMPLE      := tests/test_states.py tests/test_gate.py tests/test_norm.py tests/test_recurrent.py
 
 TORCH_VERSION := 2.13.0
@@ -21,7 +21,7 @@ PIP   := $(PY) -m pip -qq --disable-pip-version-check
 READY := $(VENV)/.kda-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm compile compile-gfx1030 venv clean
+.PHONY: help doctor demo test test-vllm compile compile-gfx1030 venv clean
 
 help:
 	@echo 'make demo       a GLM-5.3-Flash KDA layer over the bytes of a text file (FILE=README.md, HEADS=64)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-vllm  the tests inside vLLM, in an environment of its own (VENV_VLLM=$(VENV_VLLM))'
 	@echo 'make compile    the kernels for every device, here or not (COMPILE="--target cuda:90 --kernel walk", SPILLS=$(SPILLS))'
 	@echo 'make compile-gfx1030  the same for RDNA2, with a Triton that still compiles for it (VENV_36=$(VENV_36))'
+	@echo 'make doctor     what is installed, which backend serves each device, and what is wrong'
 	@echo 'make venv       only the virtual environment that demo and test use'
 	@echo 'make clean      remove .venv, .venv-vllm, caches and build output'
 	@echo
@@ -46,7 +47,10 @@ test: $(READY)
 
 venv: $(READY)
 
-# What it leaves in build/ the tests need not compile again.
+doctor: $(READY)
+	@$(PY) -m kda doctor
+
+# What it leaves in build/ the tests need not compile again. SPILLS is what RDNA's registers need today, and no more.
 compile: $(READY)
 	@$(PY) -m kda compile $(COMPILE) --jobs $(JOBS) --max-spills $(SPILLS) --json build/compile.json --csv build/compile.csv
 

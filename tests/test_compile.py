@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiles for every supported GPU, on a machine without one, from the launches that users cause.
+"""Every kernel compiles for every supported device, on a machine without one, from the launches that users cause.
 
-launches.py makes the public operations launch their kernels on pretended GPU tensors, one process a target, so that a
-compiler that dies takes only that process down. The processes run side by side, once for all tests that ask.
+kda/cli/launches.py makes the public operations launch their kernels on pretended tensors, and the farm behind
+`kda compile` compiles them. What `make compile` has left in build/compile.json is used if it is of these sources;
+otherwise the same is compiled now, once for all tests that ask.
 """
 
 import ast
@@ -10,15 +11,23 @@ import fcntl
 import json
 import os
 import pickle
+import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import ROOT
-from launches import TARGETS
 
 pytest.importorskip("triton")
+pytest.importorskip("llvmlite")
+
+from kda.cli import farm  # noqa: E402
+from kda.cli.targets import TARGETS  # noqa: E402
+
+SAVED = ROOT / "build" / "compile.json"
+HERE = [name for name, target in TARGETS.items() if not target.problem(farm.versions()["triton"], platform.machine())]
+# Walks are cut into segments where a device has many cores to fill and products are fast.
+ONLY_ON_LARGE = {"kda.triton.walk.chunk_combine_kernel": {"cuda:90", "cuda:100", "hip:gfx942", "hip:gfx950"}}
 
 
 def launched_kernels():
@@ -39,16 +48,6 @@ def launched_kernels():
 KERNELS = launched_kernels()
 
 
-def launches(target, cache, *flags):
-    """The facts that launches.py prints, and how it ended."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KDA_BACKEND", "KDA_CHECK")}
-    env.update(TRITON_CACHE_DIR=str(cache), OMP_NUM_THREADS="1",
-               PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")])))
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "launches.py"), target, *flags], env=env,
-                          capture_output=True, text=True, timeout=900)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done
-
-
 def once_for_all_workers(tmp_path_factory, name, make):
     """Under xdist every worker has its own session: the first one makes the result, the others read it."""
     base = tmp_path_factory.getbasetemp()
@@ -63,13 +62,11 @@ def once_for_all_workers(tmp_path_factory, name, make):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """target -> (facts, stderr, exit status) of one launches.py each."""
+    """farm.Results of every target."""
 
     def make():
-        cache = tmp_path_factory.mktemp("triton-cache")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            results = pool.map(lambda target: launches(target, cache / target), TARGETS)
-            return {t: (facts, done.stderr, done.returncode) for t, (facts, done) in zip(TARGETS, results)}
+        tasks = farm.checked(HERE)
+        return farm.Results.load(SAVED, tasks) or farm.compile_all(tasks, os.cpu_count())
 
     return once_for_all_workers(tmp_path_factory, "compiled", make)
 
@@ -77,29 +74,68 @@ def compiled(tmp_path_factory):
 @pytest.fixture(scope="session")
 def large(tmp_path_factory):
     """The facts of the launches of a large deployment, not compiled."""
-    return once_for_all_workers(tmp_path_factory, "large",
-                                lambda: launches("sm_90", tmp_path_factory.mktemp("no-cache"), "--grids")[0])
+
+    def make():
+        done = subprocess.run([sys.executable, "-m", "kda.cli.launches", "cuda:90", "--large"], capture_output=True,
+                              env=farm.environment(str(tmp_path_factory.mktemp("no-cache"))), text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return once_for_all_workers(tmp_path_factory, "large", make)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("kernel", KERNELS or ["none found"])
 def test_kernel_compiles_for(compiled, kernel, target):
-    facts, stderr, status = compiled[target]
-    facts = [f for f in facts if f.get("kernel") == kernel]
-    assert facts, f"no operation in launches.py launched {kernel} (exit status {status}): {stderr[-3000:]}"
-    begun, ended = ([f for f in facts if ("ok" in f) == done] for done in (False, True))
-    failed = [f"{f['op']}: {f['error']}" for f in ended if not f["ok"]]
+    results = compiled.of(target)
+    facts = [f for f in results.launches if f["kernel"] == kernel]
+    needed = target in ONLY_ON_LARGE.get(kernel, HERE)
+    assert facts or not needed, f"no operation in kda/cli/launches.py launched {kernel}: {results.problems}"
+    failed = [f"{f['op']}: {f['error']}" for f in facts if not f["ok"]]
     assert not failed, "\n".join(failed)
-    assert len(begun) == len(ended), f"{begun[-1]['op']} took the compiler down (exit status {status}): {stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", HERE)
 def test_every_operation_reaches_its_kernels_without_reading_a_device_value(compiled, target):
     """The pretended tensors hold no data: a launcher that asks for a value, or for a copy on the host, raises."""
-    facts, stderr, status = compiled[target]
-    calls = [f for f in facts if "called" in f]
-    assert status == 0 and len(calls) > 10, stderr[-3000:]
-    assert [f for f in calls if not f["called"]] == []
+    results = compiled.of(target)
+    assert results.problems == {} and len(results.calls) > 10
+    assert [f for f in results.calls if not f["called"]] == []
+
+
+def test_every_configuration_is_reached():
+    """A configuration that no launch in the list picks would never be compiled, nor a table's row for such a regime."""
+    from kda.triton.configs import DEFAULTS, regimes
+
+    source = """
+import json
+from kda.cli import launches, pretend, targets
+from kda.triton import configs
+pretend.become(targets.find("cuda:90"))
+pick, picked, regimes = configs.pick, set(), set()
+def noted(kernel, **shape):
+    picked.add(kernel)
+    regimes.update((part, configs.regimes.find(part, shape)) for part in configs.regimes.parts(kernel))
+    return pick(kernel, **shape)
+configs.pick = noted
+with pretend.launches_to(lambda *launch: None):
+    for name, call in launches.calls(list(launches.REGIMES)):
+        call()
+print(json.dumps([sorted(picked), sorted(filter(lambda found: found[1], regimes))]))
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    picked, found = json.loads(done.stdout)
+    assert picked == sorted(DEFAULTS)
+    assert found == sorted([part, name] for part, names in regimes.REGIMES.items() for name in names)
+
+
+def test_every_table_is_compiled_for_some_target():
+    from kda.cli.pretend import tables
+    from kda.triton.configs import nvidia_h200, table
+
+    assert tables(TARGETS["cuda:90"])[:1] == [nvidia_h200] and nvidia_h200 not in tables(TARGETS["cuda:100"])
+    assert [m.__name__ for m in table.modules() if not any(m in tables(target) for target in TARGETS.values())] == []
 
 
 def test_grid_dimensions_y_and_z_stay_small_at_any_size(large):

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("doctor", "demo")
+COMMANDS = ("doctor", "demo", "compile", "tune")
 
 
 class CommandError(Exception):

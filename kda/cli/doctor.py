@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kda finds on this machine: versions, the backend of each device and why, the processor path, threads, the
-cache of compiled kernels; and what is wrong, with what to do about it. Ends with status 1 if something is broken.
+"""What kda finds on this machine: versions, drivers, the backend of each device and why, the processor path, threads,
+the cache of compiled kernels; and what is wrong, with what to do about it. Ends with status 1 if something is broken.
 """
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
+import shutil
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ import kda
 
 HELP = "show backends, processor path, versions and cache, and what is wrong with them"
 PACKAGES = ("torch", "triton", "llvmlite", "numpy")
+OLDEST = {"torch": (2, 10), "llvmlite": (0, 45)}  # triton: kda.dispatch
+LARGE_CACHE, LITTLE_SPACE = 4 << 30, 256 << 20
 SWITCHES = ("KDA_BACKEND", "KDA_CHECK", "KDA_CPU_ISA", "KDA_CPU_BOUNDS", "TRITON_INTERPRET", "TRITON_CACHE_DIR",
             "TRITON_DEFAULT_BACKEND", "OMP_NUM_THREADS")  # fmt: skip
 
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report()
     versions(report)
     requests_are_sound = switches(report)
+    drivers(report)
     has_path = processor(report)
     can_write = cache(report)
     devices = find_devices(report)
@@ -94,6 +100,14 @@ def versions(report: Report) -> None:
     elif found["triton"] and older(found["triton"], (3, 6)):
         report.broken(f"triton {found['triton']} is older than 3.6, so everything runs in PyTorch",
                       "pip install -U triton")  # fmt: skip
+    for package, oldest in OLDEST.items():
+        if found[package] and older(found[package], oldest):
+            wanted = ".".join(map(str, oldest))
+            report.broken(f"{package} {found[package]} is older than {wanted}", f"pip install -U '{package}>={wanted}'")
+    brought = sorted(set(importlib.metadata.packages_distributions().get("triton", ())))
+    if len(brought) > 1:
+        report.broken(f"{' and '.join(brought)} both bring a module named triton, and which one is there is chance",
+                      f"pip uninstall {' '.join(brought)}, then install the one that your torch asks for")  # fmt: skip
     if found["llvmlite"] is None and found["triton"] and platform.machine().lower() in ("x86_64", "amd64"):
         report.broken("llvmlite is not installed, so CPU tensors go to the slow reference backend",
                       "pip install llvmlite")  # fmt: skip
@@ -118,6 +132,34 @@ def switches(report: Report) -> bool:
         report.broken(f"KDA_BACKEND={asked} is unknown", f"set it to one of {', '.join(REQUESTS)}, or unset it")
         return False
     return True
+
+
+def drivers(report: Report, root: Path = Path("/")) -> None:
+    """Prints the GPUs' kernel drivers, and what Triton needs to launch on a GPU."""
+    found = []
+    nvidia = _text(root / "proc/driver/nvidia/version")
+    if nvidia:
+        number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", nvidia)
+        found.append(f"nvidia {number[0] if number else nvidia.splitlines()[0]}")
+    if (root / "sys/module/amdgpu").is_dir():
+        found.append(f"amdgpu {_text(root / 'sys/module/amdgpu/version') or 'of the kernel ' + platform.release()}")
+    report.line("drivers", ", ".join(found) or "none for a GPU")
+    if not found:
+        return
+    if not any([os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")]):
+        report.broken("there is no C compiler, with which Triton builds the launchers of GPU kernels",
+                      "install gcc, or name one in CC")  # fmt: skip
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        report.broken(f"{header} is missing, which Triton needs to build the launchers of GPU kernels",
+                      "install the package with Python's headers (python3-dev on Debian and Ubuntu)")  # fmt: skip
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def find_devices(report: Report) -> list[str]:
@@ -149,6 +191,7 @@ def device(report: Report, name: str, run_kernels: bool) -> None:
         runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         report.line(name, f"{about.name}, {about.total_memory / 2**30:.0f} GiB, "
                     f"compute capability {about.major}.{about.minor}, {runtime}")  # fmt: skip
+        gpu(report, name, about)
     report.line(name, f"backend {backend}")
     report.line("", why)
     if name == "cpu" and backend == "triton-cpu":
@@ -158,6 +201,32 @@ def device(report: Report, name: str, run_kernels: bool) -> None:
         report.line("", "a kernel runs there and is right" if problem is None else "a kernel FAILS there")
         if problem is not None:
             report.broken(f"a kernel failed on {name} ({backend})", problem)
+
+
+def gpu(report: Report, name: str, about) -> None:
+    """Whether the driver, torch and Triton that are installed are for this GPU."""
+    import torch
+
+    from kda.cli.targets import TARGETS
+
+    triton = version("triton")
+    if torch.version.hip:
+        arch = about.gcnArchName.split(":")[0]
+        target = f"hip:{arch}"
+        if triton and arch.startswith("gfx10") and not older(triton, (3, 7)):
+            report.broken(f"Triton {triton} is newer than 3.6, which compiles for {arch}",
+                          "pip install triton==3.6.0 'numpy<2.4'")  # fmt: skip
+    else:
+        target = f"cuda:{10 * about.major + about.minor}"
+        has, wants = torch._C._cuda_getDriverVersion() // 1000, int(torch.version.cuda.split(".")[0])
+        if has < wants:
+            report.broken(f"the driver serves CUDA {has} and torch is built for CUDA {torch.version.cuda}",
+                          "install a newer driver, or a torch for an older CUDA")  # fmt: skip
+    if target in TARGETS:
+        report.line("", f"target {target}: python -m kda compile --target {target}")
+    else:
+        report.note(f"{name} is a {target}, for which nobody has compiled or tried the kernels",
+                    "docs/porting.md says how to add it")  # fmt: skip
 
 
 def kernel_problem(name: str) -> str | None:
@@ -232,6 +301,9 @@ def cache(report: Report) -> bool:
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     size = sum(path.stat().st_size for path in files if path.exists())
     report.line("cache", f"{folder}: {size / 2**20:.1f} MiB in {len(files)} files")
+    if size > LARGE_CACHE:
+        report.note(f"the cache holds {size / 2**30:.1f} GiB, as Triton never removes anything from it",
+                    f"delete {folder} when you like: kernels compile anew")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -240,4 +312,8 @@ def cache(report: Report) -> bool:
         report.broken(f"the cache folder {folder} cannot be written ({e.strerror})",
                       "set TRITON_CACHE_DIR to a folder of yours")  # fmt: skip
         return False
+    free = shutil.disk_usage(folder).free
+    if free < LITTLE_SPACE:
+        report.broken(f"the disk of the cache folder {folder} has {free / 2**20:.0f} MiB left",
+                      "make room, or set TRITON_CACHE_DIR to a folder on another disk")  # fmt: skip
     return True

@@ -172,7 +172,7 @@ def causal_conv1d_fn(x, weight, bias, conv_states, query_start_loc, cache_indice
     if _fwd.again(seen, tensors):
         return out
     (dim, T), W, N = x.shape, weight.shape[1], query_start_loc.numel() - 1
-    config = configs.pick("causal_conv1d_fwd", dim=dim, T=T)
+    config = configs.pick("causal_conv1d_fwd", dim=dim, T=T, device=x.device)
     _fwd(
         seen, (T // config["BT"] + N + 1) * triton.cdiv(dim, config["BD"]), tensors,
         (N, T, dim, conv_states.shape[0] if keeps else 2**62,
@@ -198,7 +198,7 @@ def causal_conv1d_update(x, conv_state, weight, bias, silu, conv_state_indices, 
         rows, window = N + fresh, triton.cdiv(T, max(N, 1))
         x_strides, out_strides = (0, x.stride(1), x.stride(0)), (0, out.stride(1), out.stride(0))
     W = weight.shape[1]
-    config = configs.pick("causal_conv1d_update", dim=dim, window=window)
+    config = configs.pick("causal_conv1d_update", dim=dim, window=window, device=x.device)
     causal_conv1d_update_kernel[(rows * triton.cdiv(dim, config["BD"]),)](
         x, weight, bias, conv_state, conv_state_indices, num_accepted_tokens, query_start_loc, out,
         N, T, dim, conv_state.shape[0], conv_state.shape[2],

@@ -260,7 +260,7 @@ def segment_chunks(N: int, HV: int, T: int, K: int, slices: int, C: int, half: b
     Walking in segments is three times the work, at N HV slices times as many programs as there are segments: as many as
     fit a GPU at once, two on a multiprocessor. A power of two, as each is a kernel of its own.
     """
-    if device.type != "cuda" or not half or K & (K - 1) or T < 3 * 128 * C * N:
+    if device.type != "cuda" or configs.rdna(device) or not half or K & (K - 1) or T < 3 * 128 * C * N:
         return 0
     programs, fit = N * HV * slices, configs.multiprocessors(device)
     if 3 * programs > fit:
@@ -332,8 +332,9 @@ def walk(
 
     if segment:
         launch(places * HV * (slices + -(-K // BV)), MAPS=True)
+        combine = configs.pick("chunk_combine", device=v.device)
         _combine(
-            seen, N * HV * -(-V // 32), (maps, entering, initial_state, cu_seqlens, indices, has_initial),
-            (T, N, slots, state_n, idx_n), BV=32, TOKENS=C * segment, SPLIT=tiles.dtype == torch.bfloat16, **common, num_warps=8,
+            seen, N * HV * -(-V // combine["BV"]), (maps, entering, initial_state, cu_seqlens, indices, has_initial),
+            (T, N, slots, state_n, idx_n), TOKENS=C * segment, SPLIT=tiles.dtype == torch.bfloat16, **common, **combine,
         )  # fmt: skip
     launch(places * HV * slices, MAPS=False)

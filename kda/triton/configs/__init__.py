@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch configurations: which tile sizes, warps and stages a kernel runs with.
 
-`DEFAULTS` is the sane choice for a device without a table of its own, as a function of the shapes. A device's measured
-table is a module beside this one (from a later sweep) and overrides single entries.
-Nothing is tuned on a user's first call.
+`DEFAULTS` is the sane choice for any device, as a function of shapes and of what the device has. A device's measured table
+is a module beside this one (nvidia_h200.py; `python -m kda tune` writes them) and overrides single entries in regimes of
+shapes (regimes.py). Nothing is tuned on a user's first call.
 """
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 
 import torch
+
+from kda.triton.configs import regimes, table
 
 
 def next_power_of_2(n: int) -> int:
@@ -36,8 +38,8 @@ def _warp_size(device: torch.device) -> int:
 def _decode(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
     # One program sees all of a value head, for its norm. On a GPU the state passes through registers, 128 a thread (64
     # where q, k and the decay take more of them): at 128 x 128 in fp32 all of it at once. A row of K lies in 8 lanes of 16
-    # bytes, so that a sum over it takes few shuffles. Not a function of the number of requests, although from 500 heads on
-    # two slices by half the threads are up to 10% faster: a request gives the same bits alone and among others.
+    # bytes, so that a sum over it takes few shuffles. Not a function of the number of requests, although many of them gain
+    # from other slices than few (nvidia_h200.py): a request gives the same bits alone and among others.
     BK, BV = next_power_of_2(K), next_power_of_2(V)
     if device.type == "cpu":
         return {"BV": BV, "KI": BK, "STREAM": True, "num_warps": 1, "num_stages": 1}
@@ -61,8 +63,8 @@ def _large_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _rdna(device: torch.device) -> bool:
-    """There Triton 3.6 fails to compile some pipelined loops."""
+def rdna(device: torch.device) -> bool:
+    """AMD's graphics chips: small register files, and Triton 3.6 fails to compile some pipelined loops for them."""
     return device.type == "cuda" and torch.version.hip is not None and _warp_size(device) == 32
 
 
@@ -85,7 +87,7 @@ def _chunk(
         large = _large_shared_memory(device)
         return cfg | {
             "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2, "PIECES": 3 if large else 1,
-            "intra": intra, "walk": {"num_warps": 4, "num_stages": 4 if large else 1 if _rdna(device) else 2},
+            "intra": intra, "walk": {"num_warps": 4, "num_stages": 4 if large else 1 if rdna(device) else 2},
         }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
@@ -96,6 +98,13 @@ def _chunk(
         "intra": {"num_warps": 4, "num_stages": 1},
         "walk": {"num_warps": 4 if BV >= 32 else 2, "num_stages": 1},
     }  # fmt: skip
+
+
+def _chunk_combine(device: torch.device, **_) -> dict:
+    # [K, K] in fp32, and its bf16 halves, pass through shared memory: more than one at a time only where there is room.
+    if device.type == "cuda" and torch.version.hip is not None:
+        return {"BV": 16, "num_warps": 4, "num_stages": 1}
+    return {"BV": 32, "num_warps": 8, "num_stages": 3 if _large_shared_memory(device) else 1}
 
 
 def _speculative(K: int, V: int, itemsize: int, device: torch.device, **_) -> dict:
@@ -147,6 +156,7 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
     "cut": _cut,
     "keep_conv": _keep_conv,
     "chunk": _chunk,
+    "chunk_combine": _chunk_combine,
     "fused_recurrent": _recurrent,
     "kda_decode": _decode,
     "kda_verify": _speculative,
@@ -154,6 +164,19 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
 }
 
 
+# A sweep's: entries by part (regimes.parts) that come before all others. They hold for launches that nothing prepared
+# earlier, so whoever changes them forgets those (kda.validation._seen).
+overrides: dict[str, dict] = {}
+
+
 def pick(kernel: str, **shape) -> dict:
     """The configuration of `kernel` for these shapes: constexprs, `num_warps` and `num_stages`."""
-    return DEFAULTS[kernel](**shape)
+    chosen = DEFAULTS[kernel](**shape)
+    measured = table.of(shape["device"]) if "device" in shape else {}
+    for part in regimes.parts(kernel):
+        if part in measured:
+            row = measured[part].get(regimes.find(part, shape))
+            chosen = chosen if row is None else chosen | row.config
+        if part in overrides:
+            chosen = chosen | overrides[part]
+    return chosen
