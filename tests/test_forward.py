@@ -317,6 +317,38 @@ def test_indices_out_of_range_touch_nothing(backend):
     assert o[:6].isfinite().all() and o[:6].any()
 
 
+@pytest.mark.parametrize("way", ["full", "records"])
+def test_outputs_go_where_the_indices_say_and_nowhere_else(backend, way):
+    """The same shapes with the tokens at other places; then with indices out of range for a token of each kind."""
+    x = layer(backend.device)
+    rows = FULL if way == "full" else MIXED
+    batch = Batch.of(rows, device=x.device)
+    T = batch.num_tokens
+    tokens, first = x.tokens(T), x.copy()
+    want = first.forward(batch, tokens)
+    lost = None
+    for seed in range(4):
+        places = torch.randperm(T + 2, generator=torch.Generator().manual_seed(seed))[:T].to(x.device)
+        moved = {name: t.new_full((T + 2, *t.shape[1:]), NAN) for name, t in tokens.items()}
+        for name, t in tokens.items():
+            moved[name][places] = t
+        indices = [places[where.long()].int() for where in (batch.token_indices, batch.verify_token_indices)]
+        out, y = frame(torch.full((1, T + 2, H, V), 7.0, dtype=BF16, device=x.device))[0], x.copy()
+        if seed == 3:
+            indices[0][0], indices[0][-1], indices[1][-1] = -1, T + 2, 1 << 30
+            lost = torch.cat([batch.token_indices[[0, -1]], batch.verify_token_indices[-1:]]).long()
+        other = dataclasses.replace(batch, token_indices=indices[0], verify_token_indices=indices[1], decode_start=None,
+                                    prefill_start=None, verify_start=None)
+        y.forward(other, moved, out=out)
+        expected = torch.full_like(out, 7.0)
+        expected[places] = want
+        if lost is not None:  # the decode's own, and the last tokens of a prefill and of a window
+            expected[places[lost]] = 7.0
+        assert torch.equal(out, expected)
+        assert_only_view_written(out)
+        assert torch.equal(y.pool.pages, first.pool.pages) or lost is not None
+
+
 def test_no_rows_and_no_tokens(backend):
     x = layer(backend.device)
     before = x.pool.pages.clone()
@@ -376,6 +408,17 @@ def test_slots_past_the_pool_are_found_under_kda_check(backend, monkeypatch):
     assert torch.equal(x.pool.pages, before)
 
 
+def test_windows_past_the_records_are_found_under_kda_check(backend, monkeypatch):
+    x = layer(backend.device)
+    batch = Batch.of([Decode(1), Verify(2, 3, 0), Verify(3, 3, 0)], device=x.device)
+    batch.verify_query_start_loc.copy_(ints([0, 1, 6], x.device))
+    monkeypatch.setenv("KDA_CHECK", "1")
+    before = x.pool.pages.clone()
+    with pytest.raises(ValueError, match="verify_query_start_loc.*5 tokens.*KDA_CHECK"):
+        x.forward(batch, x.tokens(7))
+    assert torch.equal(x.pool.pages, before)
+
+
 # ---------------------------------------------------------------------------------------------------- launches and graphs
 
 
@@ -405,7 +448,7 @@ def launched(monkeypatch, run):
 
 @pytest.mark.parametrize("way", ["full", "records"])
 def test_one_launch_more_than_its_parts_at_most(backend, way, monkeypatch):
-    """And two where tokens lie between others': one gathers them, one puts the outputs in their places."""
+    """None into a buffer, unless tokens lie between others': one gathers them, and makes a fresh output ready."""
     if not backend.name.startswith("triton") or backend.name == "triton-interpret":
         pytest.skip("it is about Triton's launches")
     rows = FULL if way == "full" else MIXED
@@ -427,7 +470,7 @@ def test_one_launch_more_than_its_parts_at_most(backend, way, monkeypatch):
     assert counts[0] == 2 and counts[2] == (3 if way == "full" else 1)  # of the decodes one is committed first
     assert count(by_kind, given_out=True) == count(by_kind[::-1], given_out=True) == parts
     assert count(by_kind) == count(by_kind, padding=5) == parts + 1
-    assert count(rows) == count(rows, given_out=True) == parts + 2
+    assert count(rows) == count(rows, given_out=True) == count(rows, padding=5) == parts + 1
 
 
 def test_torch_compile_and_gradients(backend):

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One KDA layer, one step of an engine: decodes, prefills and verify rows through the operations that serve each.
 
-The operations take the tokens of one kind of row side by side. Where a batch has them so, views are passed and outputs
-are written in place; tokens that lie between others are gathered by one launch, and placed by one at the end.
+The operations take the tokens of one kind of row side by side. Where a batch has them so, views are passed; tokens that
+lie between others are gathered by one launch. Outputs are written where they belong.
 """
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from kda import library
 from kda import validation as check
 from kda.dispatch import call
-from kda.layer_ops import check_draft, check_layer_tokens, kda_commit, kda_decode, kda_prefill, kda_verify, layer_rule
+from kda.layer_ops import check_draft, check_layer_tokens, kda_decode, layer_rule
 from kda.library import operation
 from kda.serving.batch import Batch
 
@@ -107,9 +105,6 @@ def kda_forward(
     )  # fmt: skip
 
 
-Inputs = Sequence[Tensor]  # qkv, raw_g, beta, out_gate
-
-
 @operation(library.like("qkv", shape="out_gate"), mutates=("conv_state", "ssm_state", "records"))
 def kda_step(
     qkv: Tensor,
@@ -164,63 +159,57 @@ def kda_step(
     if out is not None:
         check.apart(out, seen, **{name: x for name, x in given.items() if isinstance(x, Tensor) and name != "out"})
 
-    layer = (conv_weight, A_log, g_bias, norm_weight)
-    how = dict(conv_bias=conv_bias, scale=scale, lower_bound=lower_bound, activation=activation, eps=eps)
+    # What launches were is kept under `seen`: no kernel is launched twice in a step, but for those of the window.
+    rule = layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation)
     past, drafts = conv_weight.shape[1] - 1, ()
     if records is not None:
         drafts = (conv_state[..., : past + records.shape[1]], ssm_state, records)
 
-    def decode(x: Inputs, out: Tensor | None) -> Tensor:
-        return kda_decode(*x, conv_state, ssm_state, decode_slots, *layer, **how, out=out)
-
-    def prefill(x: Inputs, out: Tensor | None) -> Tensor:
-        return kda_prefill(
-            *x, conv_state, ssm_state, prefill_slots, prefill_query_start_loc, has_initial_state, *layer, **how,
-            checkpoint_offsets=checkpoint_offsets, checkpoint_indices=checkpoint_slots, out=out,
-        )  # fmt: skip
-
-    def verify(x: Inputs, out: Tensor | None) -> Tensor:
-        if not full:
-            return kda_verify(
-                *x, *drafts, verify_slots, verify_query_start_loc, num_accepted_tokens, *layer, **how, out=out
-            )
-        slots, columns = min(len(conv_state), len(ssm_state)), past - 1 + verify_slots.shape[1]
+    def decode(x: list[Tensor], *outs: Tensor | None) -> Tensor:
         return call(
-            "window", "kda_window", qkv.device,
-            *x, conv_state[:slots, :, :columns], ssm_state[:slots], verify_slots, verify_query_start_loc,
-            num_accepted_tokens, conv_weight, conv_bias,
-            *layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation), out,
+            "decode", "kda_decode", qkv.device,
+            *x, conv_state, ssm_state, decode_slots, conv_weight, conv_bias, *rule, *outs, seen=seen,
         )  # fmt: skip
+
+    def prefill(x: list[Tensor], *outs: Tensor | None) -> Tensor:
+        return call(
+            "prefill", "kda_prefill", qkv.device,
+            *x, conv_state, ssm_state, prefill_slots, prefill_query_start_loc, has_initial_state, conv_weight, conv_bias,
+            *rule, checkpoint_offsets, checkpoint_slots, *outs, seen=seen,
+        )  # fmt: skip
+
+    def verify(x: list[Tensor], *outs: Tensor | None) -> Tensor:
+        rows = (verify_slots, verify_query_start_loc, num_accepted_tokens, conv_weight, conv_bias)
+        if not full:
+            return call("speculative", "kda_verify", qkv.device, *x, *drafts, *rows, *rule, *outs, seen=seen)
+        slots, columns = min(len(conv_state), len(ssm_state)), past - 1 + verify_slots.shape[1]
+        states = (conv_state[:slots, :, :columns], ssm_state[:slots])
+        return call("window", "kda_window", qkv.device, *x, *states, *rows, *rule, *outs)
 
     if commit_slots is not None:
-        kda_commit(*drafts, commit_slots, num_committed_tokens)
+        call("speculative", "kda_commit", qkv.device, *drafts, commit_slots, num_committed_tokens, seen=seen)
     kinds = [
         (batch.num_decodes, decode, batch.num_decodes, batch.decode_tokens, None),
         (batch.num_prefills, prefill, num_prefill_tokens, batch.prefill_tokens, prefill_query_start_loc),
         (batch.num_verifies, verify, num_verify_tokens, batch.verify_tokens, verify_query_start_loc),
     ]
-    inputs, T = (qkv, raw_g, beta, out_gate), len(qkv)
+    inputs, T = [qkv, raw_g, beta, out_gate], len(qkv)
     present, fresh = [kind for kind in kinds if kind[0]], out is None
     if len(present) == 1 and present[0][3] == slice(0, T) and not (fresh and full):
         return present[0][1](inputs, out)
 
     if fresh:
         out = torch.empty(out_gate.shape, dtype=qkv.dtype, device=qkv.device)
-    apart = [kind for kind in present if isinstance(kind[3], Tensor)]
-    if apart:
-        gathered = call("tokens", "gather_tokens", qkv.device, inputs, [where for *_, where, _ in apart], seen=seen)
-        y = torch.empty_like(gathered[3], dtype=qkv.dtype)
+    if fresh or any(isinstance(where, Tensor) for *_, where, _ in present):
+        places = [(n, where.start if isinstance(where, slice) else where, end) for _, _, n, where, end in kinds]
+        gathered = call("tokens", "gather_tokens", qkv.device, inputs, places, out if fresh else None, seen=seen)
     row = 0
     for _, run, tokens, where, _ in present:
         if isinstance(where, Tensor):
-            span = slice(row, row + tokens)
-            run([x[span] for x in gathered], y[span])
+            run([x[row : row + tokens] for x in gathered], out, where)
             row += tokens
         else:
             run([x[where] for x in inputs], out[where])
-    if fresh or apart:
-        places = [(n, where.start if isinstance(where, slice) else where, end) for _, _, n, where, end in kinds]
-        call("tokens", "place_tokens", qkv.device, out, y if apart else None, places, fresh, seen=seen)
     return out
 
 
@@ -260,6 +249,11 @@ def _check(
             )
             if batch.window > window:
                 check.refuse("records", f"a window of {window}", f"{batch.window} or more, as the batch has")
+            if check.checking() and batch.num_verifies:
+                longest = int(batch.verify_query_start_loc.diff().max())
+                if longest > window:
+                    accepted = f"{window} or fewer (KDA_CHECK)"
+                    check.refuse("batch.verify_query_start_loc", f"a row of {longest} tokens", accepted)
     if batch.commit_slots is not None:
         counts = batch.num_committed_tokens
         _check_drafts(conv_state, ssm_state, records, batch.commit_slots, counts, len(counts), past, qkv)

@@ -120,7 +120,7 @@ def kda_decode_kernel(
     m_out, row = m_v, n
     if out_rows is not None:
         row = tl.load(out_rows + n).to(tl.int64)
-        m_out &= (row >= 0) & (row < rows)
+        m_out = o_v < tl.where((row >= 0) & (row < rows), V, 0)
     out_ptr += row * out_n + h * R * out_h
     if (slot <= 0) | (slot >= slots):  # padding
         for r in range(R):
@@ -232,8 +232,8 @@ def kda_decode(
     cfg = configs.pick("kda_decode", K=K, V=V, itemsize=ssm_state.element_size(), device=qkv.device)
     _launch(
         seen, N * H, tensors,
-        (scale, 0.0 if lower_bound is None else lower_bound, eps, min(len(conv_state), len(ssm_state)), len(out), qkv.stride(0),
-         *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0),
+        (scale, 0.0 if lower_bound is None else lower_bound, eps, min(len(conv_state), len(ssm_state)), len(out),
+         qkv.stride(0), *raw_g.stride()[:2], beta.stride(0), *out_gate.stride()[:2], ssm_state_indices.stride(0),
          *conv_weight.stride(), *conv_state.stride(), ssm_state.stride(0), *out.stride()[:2]),
         H=H, HV=HV, HA=A_log.numel(), K=K, V=V, W=conv_weight.shape[1], BK=configs.next_power_of_2(K),
         PV=configs.next_power_of_2(-(-V // cfg["BV"])), BOUNDED=lower_bound is not None, SILU=activation == "silu",

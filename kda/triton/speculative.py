@@ -30,13 +30,25 @@ def request(indices, accepted, n, N, slots, window, idx_n, acc_n, commits):
 
 
 @triton.jit
-def row_sums(x, L):
-    """[PT] sums over K, row by row: the layout of a tile of loads must not decide in which order they are added up."""
-    o_t = tl.arange(0, x.shape[0])
-    total = tl.zeros(o_t.shape, tl.float32)
+def queries_and_keys(q, k, scale, L):
+    """q^ with its scale and k^ [PT, BK], and their products [PT].
+
+    Sums are taken row by row: the layout of a tile of loads must not decide in which order they are added up.
+    """
+    o_t = tl.arange(0, q.shape[0])
+    qq = tl.zeros(o_t.shape, tl.float32)
+    kk, kq = qq, qq
     for t in range(L):
-        total = tl.where(o_t == t, tl.sum(row(x, t), 0), total)
-    return total
+        q_t, k_t, here = row(q, t), row(k, t), o_t == t
+        qq_t, kk_t, kq_t = tl.reduce((q_t * q_t, k_t * k_t, k_t * q_t), 0, add_three)
+        qq, kk, kq = tl.where(here, qq_t, qq), tl.where(here, kk_t, kk), tl.where(here, kq_t, kq)
+    q_norm, k_norm = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
+    return q * q_norm[:, None], k * k_norm[:, None], kq * (k_norm * q_norm)
+
+
+@triton.jit
+def add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
 
 
 @triton.jit
@@ -57,27 +69,48 @@ def load_records(record, count, o_k, m_k, o_v, m_v, rec_t, K: tl.constexpr, PT: 
 
 
 @triton.jit
-def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
-    """Columns 0 .. W - 2 of the conv state become columns count .. count + W - 2; `state` is [BD] pointers."""
+def load_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
+    """Columns count .. count + W - 2 of the conv state, if they are to move; `state` is [BD] pointers."""
     w = tl.arange(0, BW)[:, None].to(tl.int64)  # [BW, BD]
     m_w = m[None, :] & (w < tl.where(count > 0, W - 1, 0))
-    z = tl.load(state[None, :] + (w + count) * sh_w, m_w, 0.0)
-    tl.debug_barrier()  # a column is overwritten once every warp has read it
+    return tl.load(state[None, :] + (w + count) * sh_w, m_w, 0.0)
+
+
+@triton.jit
+def store_history(state, z, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
+    """They become columns 0 .. W - 2. A column is overwritten once every warp has read it: barriers are the caller's."""
+    w = tl.arange(0, BW)[:, None].to(tl.int64)
+    m_w = m[None, :] & (w < tl.where(count > 0, W - 1, 0))
     tl.store(state[None, :] + w * sh_w, z, m_w)
 
 
 @triton.jit
-def window_tile(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
+def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
+    """The conv state commits."""
+    z = load_history(state, count, m, sh_w, W, BW)
+    tl.debug_barrier()
+    store_history(state, z, count, m, sh_w, W, BW)
+
+
+@triton.jit
+def load_window(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
                 W: tl.constexpr, BW: tl.constexpr, PT: tl.constexpr):  # fmt: skip
-    """[PT, BD] convolved tokens, rounded as `x` is; the conv state commits and takes the tokens up behind its history."""
+    """[PT, BD] convolved tokens, rounded as `x` is, and what `store_window` takes: history [BW, BD], inputs [PT, BD]."""
     BD: tl.constexpr = m.shape[0]
     y = conv_tile(x, state + count * sh_w, weight, bias, 0, L, W - 1, m, x_t, sh_w, sw_w, True, W, PT, BD)
-    move_history(state, count, m, sh_w, W, BW)
+    z = load_history(state, count, m, sh_w, W, BW)
     t = tl.arange(0, PT)[:, None].to(tl.int64)
-    m_t = m[None, :] & (t < L)
-    z = tl.load(x[None, :] + t * x_t, m_t, 0.0).to(tl.float32)
-    tl.store(state[None, :] + (W - 1 + t) * sh_w, cast(z, state.dtype.element_ty), m_t)
-    return cast(y, x.dtype.element_ty).to(tl.float32)
+    new = tl.load(x[None, :] + t * x_t, m[None, :] & (t < L), 0.0)
+    return cast(y, x.dtype.element_ty).to(tl.float32), z, new
+
+
+@triton.jit
+def store_window(state, z, new, count, L, m, sh_w, W: tl.constexpr, BW: tl.constexpr, PT: tl.constexpr):
+    """The conv state commits and takes the tokens up behind its history."""
+    store_history(state, z, count, m, sh_w, W, BW)
+    t = tl.arange(0, PT)[:, None].to(tl.int64)
+    place = state[None, :] + (W - 1 + t) * sh_w
+    tl.store(place, cast(new.to(tl.float32), state.dtype.element_ty), m[None, :] & (t < L))
 
 
 @triton.jit
@@ -122,10 +155,10 @@ def kda_verify_kernel(
     o_v = tl.arange(0, PV)[:, None] * BV + tl.arange(0, BV)[None, :]  # [PV, BV] all outputs of a value head
     out_ptr += h * R * out_h
     for t in range(bos + L, eos):  # padding, tokens past the window, the tail that belongs to no row (n == N)
-        to, m_to = row_of(out_rows, t, rows, True)
+        to, m_to = row_of(out_rows, t, rows, t < eos)
         for r in range(R):
             zeros = tl.zeros(o_v.shape, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + to * out_t + r * out_h + o_v, zeros, (o_v < V) & m_to)
+            tl.store(out_ptr + to * out_t + r * out_h + o_v, zeros, o_v < tl.where(m_to, V, 0))
     if not live:
         return
 
@@ -140,13 +173,16 @@ def kda_verify_kernel(
     bias_q, bias_k = None, None
     if conv_bias_ptr is not None:
         bias_q, bias_k = conv_bias_ptr + c_q, conv_bias_ptr + c_k
-    q = window_tile(x_ptr + c_q, conv_ptr + c_q * conv_d, weight_ptr + c_q * weight_d, bias_q, count, L, m_k, x_t,
-                    conv_w, weight_w, W, BW, PT)  # fmt: skip
-    k = window_tile(x_ptr + c_k, conv_ptr + c_k * conv_d, weight_ptr + c_k * weight_d, bias_k, count, L, m_k, x_t,
-                    conv_w, weight_w, W, BW, PT)  # fmt: skip
-    q *= (scale / tl.sqrt(row_sums(q * q, L) + 1e-6))[:, None]
-    k *= (1.0 / tl.sqrt(row_sums(k * k, L) + 1e-6))[:, None]
-    kq = row_sums(k * q, L)  # [PT]
+    q_0, z_q, n_q = load_window(x_ptr + c_q, conv_ptr + c_q * conv_d, weight_ptr + c_q * weight_d, bias_q, count, L, m_k,
+                                x_t, conv_w, weight_w, W, BW, PT)  # fmt: skip
+    k_0, z_k, n_k = load_window(x_ptr + c_k, conv_ptr + c_k * conv_d, weight_ptr + c_k * weight_d, bias_k, count, L, m_k,
+                                x_t, conv_w, weight_w, W, BW, PT)  # fmt: skip
+    SLICES: tl.constexpr = R * NV > 1
+    if SLICES:
+        tl.debug_barrier()
+        store_window(conv_ptr + c_q * conv_d, z_q, n_q, count, L, m_k, conv_w, W, BW, PT)
+        store_window(conv_ptr + c_k * conv_d, z_k, n_k, count, L, m_k, conv_w, W, BW, PT)
+        q, k, kq = queries_and_keys(q_0, k_0, scale, L)
 
     to, m_to = row_of(out_rows, bos + o_t, rows, m_t)
     m_to = m_to[:, None, None] & (o_v < V)[None, :, :]
@@ -174,20 +210,27 @@ def kda_verify_kernel(
             bias_v = None
             if conv_bias_ptr is not None:
                 bias_v = conv_bias_ptr + c_v
-            v = window_tile(x_ptr + c_v, conv_ptr + c_v * conv_d, weight_ptr + c_v * weight_d, bias_v, count, L, m_c, x_t,
-                            conv_w, weight_w, W, BW, PT)  # fmt: skip
+            v, z_v, n_v = load_window(x_ptr + c_v, conv_ptr + c_v * conv_d, weight_ptr + c_v * weight_d, bias_v, count, L,
+                                      m_c, x_t, conv_w, weight_w, W, BW, PT)  # fmt: skip
             state = state_ptr + slot * state_n + (hv * V + v0) * K + (t_v * K + t_k)
             m_s = (t_k < K) & (v0 + t_v < V)
             # Before the state: Triton lays tiles out as the last loads want it, and the state's sums should be in few lanes.
             old_k, old_decay, old_d = load_records(record, count, o_k, m_k, c, m_c, HV * RECORD, K, PT)
-            S = tl.load(state, m_s, 0.0).to(tl.float32)
+            S_0 = tl.load(state, m_s, 0.0)  # the longest load: what can be done without it follows
+
+            tl.debug_barrier()  # conv states and records are overwritten once every warp has read them
+            store_window(conv_ptr + c_v * conv_d, z_v, n_v, count, L, m_c, conv_w, W, BW, PT)
+            if not SLICES:
+                store_window(conv_ptr + c_q * conv_d, z_q, n_q, count, L, m_k, conv_w, W, BW, PT)
+                store_window(conv_ptr + c_k * conv_d, z_k, n_k, count, L, m_k, conv_w, W, BW, PT)
+                q, k, kq = queries_and_keys(q_0, k_0, scale, L)
+            S = S_0.to(tl.float32)
             if count > 0:
                 for t in range(count):
                     S = step(S, row(old_k, t), row(old_decay, t), row(old_d, t), KI, BK)
                 checkpoint = cast(S, state_ptr.dtype.element_ty)
                 tl.store(state, checkpoint, m_s)
                 S = checkpoint.to(tl.float32)
-                tl.debug_barrier()  # a record is overwritten once every warp has read it
             for t in range(L):
                 k_t, decay_t = row(k, t), row(decay, t)
                 t_S = S * along_k(decay_t, KI)
@@ -198,9 +241,10 @@ def kda_verify_kernel(
                 tl.store(record + t * HV * RECORD + 2 * K + c, d, m_c)
                 here = (o_t == t)[:, None, None] & (tl.arange(0, PV) == i)[None, :, None]
                 o = tl.where(here, o_i[None, None, :], o)
-        place = record + o_t[:, None] * (HV * RECORD) + o_k[None, :]
-        tl.store(place, k, m_tk)
-        tl.store(place + K, decay, m_tk)
+            if i == NV - 1:
+                place = record + o_t[:, None] * (HV * RECORD) + o_k[None, :]
+                tl.store(place, k, m_tk)
+                tl.store(place + K, decay, m_tk)
 
         o *= (1.0 / tl.sqrt(tl.sum(tl.sum(o * o, 2), 1) / V + eps))[:, None, None]
         if norm_ptr is not None:
