@@ -25,5 +25,5 @@ part times-prefill 120 python3 bench/gpu.py --out "$out" --part prefill --peers 
 part times-layer 60 python3 bench/gpu.py --out "$out" --part layer
 part times-decode 60 python3 bench/gpu.py --out "$out" --part decode --peers vllm
 part times-ops 90 python3 bench/gpu.py --out "$out" --part ops --peers vllm
-part configs 150 python3 bench/chunk_configs.py --out "$out"
+part configs 570 python3 -m kda tune --minutes 9 --jobs 14 --out "$out/tune"
 part cpu-isa 120 python3 bench/cpu.py --out "$out" --threads 16 --part isa --isa amx,avx512bf16,avx512 --seconds 1 --no-compile

@@ -77,7 +77,7 @@ def test_a_requests_regime_does_not_depend_on_others(kernel):
 @pytest.mark.parametrize("module", table.modules(), ids=lambda m: m.__name__.rpartition(".")[2])
 def test_rows_are_well_formed(module):
     """Known kernels and regimes, entries that the default has too (or options of a compilation), evidence in words."""
-    options = {"num_warps", "num_stages", "maxnreg", "waves_per_eu"}
+    options = configs.OPTIONS
     assert module.NAMES and all(isinstance(name, str) and name for name in module.NAMES)
     kernel_of = {part: kernel for kernel in configs.DEFAULTS for part in regimes.parts(kernel)}
     for part, rows in module.TABLE.items():
@@ -169,6 +169,14 @@ def test_a_processor_with_a_table_takes_it(monkeypatch):
         rows.append([configs.pick("rms_norm_gated", D=D, device=cpu)["BR"] for D in (128, 64)])
     table.of.cache_clear()
     assert rows == [[64, 32], [16, 32]]
+
+
+def test_a_table_of_another_version_says_so(pretend, monkeypatch):
+    monkeypatch.setitem(nvidia_h200.TABLE, "rms_norm_gated", {"128": table.Row({"BR": 16, "ROWS": 4, "maxnreg": 64}, "planted")})
+    pretend("NVIDIA H200", (9, 0))
+    with pytest.raises(ValueError, match="NVIDIA H200 .* another version: rms_norm_gated, 128 has ROWS, which"):
+        configs.pick("rms_norm_gated", D=128, device=GPU)
+    assert configs.pick("rms_norm_gated", D=64, device=GPU)["BR"] == 32
 
 
 def test_the_driver_is_asked_once(pretend, monkeypatch):

@@ -164,6 +164,8 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
 }
 
 
+OPTIONS = {"num_warps", "num_stages", "maxnreg", "waves_per_eu"}  # that any kernel takes, default or not
+
 # A sweep's: entries by part (regimes.parts) that come before all others. They hold for launches that nothing prepared
 # earlier, so whoever changes them forgets those (kda.validation._seen).
 overrides: dict[str, dict] = {}
@@ -175,8 +177,16 @@ def pick(kernel: str, **shape) -> dict:
     measured = table.of(shape["device"]) if "device" in shape else {}
     for part in regimes.parts(kernel):
         if part in measured:
-            row = measured[part].get(regimes.find(part, shape))
-            chosen = chosen if row is None else chosen | row.config
+            regime = regimes.find(part, shape)
+            row = measured[part].get(regime)
+            if row is not None:
+                stale = row.config.keys() - chosen.keys() - OPTIONS
+                if stale:
+                    raise ValueError(
+                        f"the table of {table.device_name(shape['device'])} in kda/triton/configs/ is of another version: {part}, "
+                        f"{regime} has {', '.join(sorted(stale))}, which this kernel does not take; tune again or remove the row"
+                    )
+                chosen = chosen | row.config
         if part in overrides:
             chosen = chosen | overrides[part]
     return chosen

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches with a configuration of one's own, and of one kernel of an operation alone."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from kda import validation
+from kda.triton import chunk, configs, launch, walk
+
+# Of operations that launch several kernels, those that are left out for one to be timed alone.
+OTHERS = {"chunk_intra": (walk._walk, walk._combine), "chunk_walk": (chunk._intra,)}
+
+
+@contextlib.contextmanager
+def using(part: str, config: dict) -> Iterator[None]:
+    """Within the block launches of `part` take `config` where it differs; {} is what they take anyway."""
+    before = dict(configs.overrides)
+    configs.overrides[part] = config
+    validation._seen.clear()  # or what was launched before would be launched again
+    try:
+        yield
+    finally:
+        configs.overrides.clear()
+        configs.overrides.update(before)
+        validation._seen.clear()
+
+
+class _Nothing:
+    """A kernel that is not launched; as quick as a launch that is repeated (kda.triton.launch)."""
+
+    run = property(lambda self: self)
+    function = None
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self
+
+    def repeat(self, *args):
+        return lambda addresses: None
+
+
+@contextlib.contextmanager
+def alone(part: str) -> Iterator[None]:
+    """Within the block no other kernel of the operation is launched."""
+    others = OTHERS.get(part, ())
+    kernels = [other.kernel for other in others]
+    for other in others:
+        other.kernel = _Nothing()
+    validation._seen.clear()
+    try:
+        yield
+    finally:
+        for other, kernel in zip(others, kernels):
+            other.kernel = kernel
+        validation._seen.clear()
+
+
+class Scratch:
+    """Memory between kernels that outlives a call: what one kernel left there another one finds when it runs alone."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        fresh = launch.Scratch.empty
+
+        def empty(scratch) -> torch.Tensor:
+            key = (scratch.device, *scratch.parts)
+            if key not in self.buffers:
+                self.buffers[key] = fresh(scratch)
+            return self.buffers[key]
+
+        launch.Scratch.empty = empty
+        try:
+            yield
+        finally:
+            launch.Scratch.empty = fresh
