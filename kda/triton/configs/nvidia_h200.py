@@ -37,7 +37,7 @@ TABLE = {
         ),
         "bf16 states, 128 x 128": Row(
             {"BV": 64, "KI": 64, "num_warps": 2},
-            "by registers of the compiled code: half the values of a state are as many registers once they are fp32",
+            "8, 256 requests of 64 heads: 9.3, 334 us; {BV: 128, num_warps: 4}: 10.8, 374 us; 2026-11-30",
         ),
     },
     "fused_recurrent": {
