@@ -47,7 +47,9 @@ def walk_chunks(
     CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
     SIZE: tl.constexpr = 3 * C * K + 2 * C * CW
     PIECES: tl.constexpr = 3 if decay_ptr.dtype.element_ty == tl.bfloat16 else 1
-    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, CW), tl.arange(0, BK)
+    # One product with both halves of U and R, of v beside itself, where a product is an instruction that is waited for.
+    CV: tl.constexpr = CW if PIECES > 1 else C
+    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, CV), tl.arange(0, BK)
     m_k = o_k < K
     m_ck = m_k[None, :] & (i < C)[:, None]
 
@@ -62,14 +64,15 @@ def walk_chunks(
         m_decay = m_k[None, :] & (i < PIECES)[:, None]
     else:
         m_decay = m_k[None, :]
-    p_v = v_ptr + (bos + j % C)[None, :] * v_t + o_v[:, None]
+    i_v = j % C if CV > C else j
+    p_v = v_ptr + (bos + i_v)[None, :] * v_t + o_v[:, None]
     p_out = out_ptr + (bos + i)[None, :] * out_t + o_v[:, None]
     left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
     ones = tl.full([BV, C], 1.0, dt)
 
     # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
     for _ in range(0, tl.cdiv(left, C)):
-        v = tl.load(p_v, m_v[:, None] & (j % C < left)[None, :], 0.0).to(dt)  # [V, C], or twice side by side
+        v = tl.load(p_v, m_v[:, None] & (i_v < left)[None, :], 0.0).to(dt)  # [V, C], or twice side by side
         UR = tl.load(p_ur)  # [2 C, C], or with their rests beside
         if K == BK:
             wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
@@ -80,6 +83,8 @@ def walk_chunks(
             decay = dot(ones, decay, None, PRECISION)  # .. a product adds up in each row of [V, K]
 
         both = dot(v, tl.trans(UR), None, PRECISION)
+        if CW > CV:
+            both = dot(v, tl.trans(tl.load(p_ur + C)), both, PRECISION)
         both = dot(cast(S, dt), tl.trans(wz), both, PRECISION)  # [V, 2 C]
         S *= decay
         d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
