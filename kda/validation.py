@@ -7,7 +7,6 @@ and what is accepted. Nothing here reads a value from a device, except under `KD
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch

@@ -284,7 +284,8 @@ def plan(
     B: int, T: int, K: int, HV: int, V: int, dtype, device, bounded: bool, sequences: int, parts: int | None
 ) -> Plan:  # fmt: skip
     """`parts` of `sequences`, None: a batch of B sequences that are not packed."""
-    cfg = configs.pick("chunk", N=B if parts is None else parts, HV=HV, K=K, V=V, T=T, dtype=dtype, device=device, bounded=bounded)
+    N = B if parts is None else parts
+    cfg = configs.pick("chunk", N=N, HV=HV, K=K, V=V, T=T, dtype=dtype, device=device, bounded=bounded)
     C = cfg["C"]
     chunks = -(-T // C)
     slots = B * chunks if parts is None else T // C + parts
@@ -298,7 +299,7 @@ def plan(
                ((slots, HV, decay), torch.bfloat16 if cfg["PIECES"] > 1 else torch.float32)]  # fmt: skip
     if segments is not None:
         scratch += [((segments.places, HV, rows, K), torch.float32) for rows in (V + K, V)]
-    return Plan(cfg, B if parts is None else parts, slots, chunks, segments, Scratch(device, *scratch))
+    return Plan(cfg, N, slots, chunks, segments, Scratch(device, *scratch))
 
 
 def find(
@@ -351,7 +352,7 @@ def chunk_kda(
             return out, final_state
 
     bounded, varlen = A_log is not None and lower_bound is not None, cu_seqlens is not None
-    at_once = bounded and 16 * abs(lower_bound) * 1.4427 <= 118  # exp2 of it times |k| fits fp32 and bf16
+    at_once = bounded and configs.CHUNK * abs(lower_bound) * 1.4427 <= 118  # exp2 of it times |k| fits fp32 and bf16
     made = plan(B, T, K, HV, V, q.dtype, q.device, at_once, sequences, cu_seqlens.numel() - 1 if varlen else None)
     if seen is not None and checkpoints is None:
         seen.launches["chunk"] = made

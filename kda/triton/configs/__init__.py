@@ -15,6 +15,9 @@ import torch
 from kda.triton.configs import regimes, table
 
 
+CHUNK = 16  # tokens: [C, C] tiles fit one instruction of a tensor core, and a gate bounded by -5 needs no levels
+
+
 def next_power_of_2(n: int) -> int:
     """Smallest power of two >= n (and >= 1)."""
     return 1 << max(n - 1, 0).bit_length()
@@ -76,8 +79,7 @@ def fp32_products(device: torch.device) -> str:
 def _chunk(
     N: int, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device, bounded: bool = True, **_
 ) -> dict:  # fmt: skip
-    # Chunks of 16: their [C, C] tiles fit one instruction of a tensor core, and a gate bounded by -5 needs no levels.
-    cfg = {"C": 16, "PRECISION": fp32_products(device)}  # plain TF32 would leave 1.2e-3 in the output
+    cfg = {"C": CHUNK, "PRECISION": fp32_products(device)}  # plain TF32 would leave 1.2e-3 in the output
     if dtype == torch.bfloat16 and 64 < K <= 128:
         intra = {"num_warps": 1, "num_stages": 1}
         if not bounded:  # levels take more registers than one warp has
