@@ -303,14 +303,20 @@ def plan(
 
 
 def find(
-    seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, initial_state, out, final_state, indices=None, has_initial=None
+    seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, initial_state, out, final_state, indices=None, has_initial=None,
+    memory=None, scratch=None,
 ) -> Callable[[], None] | None:  # fmt: skip
-    """The launches as before for the same `seen`, of tensors or their addresses; None if that is not to be had."""
+    """The launches as before for the same `seen`, of tensors or their addresses; None if that is not to be had.
+
+    `scratch`: where in `memory` its scratch is to lie, else it allocates some.
+    """
     found = None if seen is None else seen.launches.get("chunk")
     if found is None:
         return None
-    memory = found.scratch.empty()
-    tiles, decays, *maps = found.scratch.addresses(memory)
+    if memory is None:
+        memory = found.scratch.empty()
+        scratch = found.scratch.addresses(memory)
+    tiles, decays, *maps = scratch
     launches = [
         _intra.find(seen, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out)),
         *walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial),

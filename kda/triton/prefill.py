@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kda.triton import chunk, configs, conv, norm
+from kda.triton.launch import Scratch
 from kda.triton.tiles import sequence_range
 from kda.triton.walk import Checkpoints
 
@@ -23,26 +24,27 @@ def clamped(cu_seqlens, n, N, T):
     return tl.minimum(tl.maximum(at, 0), T)
 
 
-@triton.jit(do_not_specialize=["N", "M", "T", "slots", "off_m", "ck_m"])
-def cut_kernel(
-    cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, N, M, T, slots, off_m, ck_m,
-    B: tl.constexpr,
-):  # fmt: skip
-    """Merges sequences' offsets and checkpoints: each finds its place by counting those before it.
+@triton.jit
+def cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, j, N, M, T, slots, off_m, ck_m):
+    """Merges sequences' offsets and checkpoints: each of them, `j`, finds its place by counting those before it.
 
     A checkpoint at a sequence's end comes before the next one's offset; one that lies in no sequence is moved to where
-    they begin or end and keeps nothing.
+    they begin or end and keeps nothing. Every place is taken, also if offsets do not rise: they are made to.
     """
-    j = tl.program_id(0) * B + tl.arange(0, B)
-    first, last = clamped(cu_seqlens, j * 0, N, T), clamped(cu_seqlens, j * 0 + N, N, T)
+    first = clamped(cu_seqlens, j * 0, N, T)
     is_cut, m = (j > N) & (j <= N + M), j - N - 1
+    top, at = first, first
+    for i in range(0, N + 1):
+        top = tl.maximum(top, clamped(cu_seqlens, i, N, T))
+        at = tl.where(i <= j, top, at)
+    last = top
     cut = tl.load(checkpoint_offsets + m * off_m, is_cut, 0).to(tl.int64)
     within = (cut > first) & (cut <= last)
-    at = tl.where(is_cut, tl.minimum(tl.maximum(cut, first), last), clamped(cu_seqlens, j, N, T))
-    before_cu, before_cuts = at * 0, at * 0
+    at = tl.where(is_cut, tl.minimum(tl.maximum(cut, first), last), at)
+    before_cu, before_cuts, top = at * 0, at * 0, first
     for i in range(0, N + 1):
-        other = clamped(cu_seqlens, i, N, T)
-        before_cu += tl.where(is_cut, other < at, i < j).to(tl.int64)
+        top = tl.maximum(top, clamped(cu_seqlens, i, N, T))
+        before_cu += tl.where(is_cut, top < at, i < j).to(tl.int64)
     for i in range(0, M):
         other = tl.load(checkpoint_offsets + i * off_m).to(tl.int64)
         other = tl.minimum(tl.maximum(other, first), last)
@@ -55,16 +57,12 @@ def cut_kernel(
     tl.store(kept_slots + place, tl.where(good, slot, 0).to(tl.int32), live)
 
 
-@triton.jit(do_not_specialize=["N", "M", "T", "slots", "dim", "off_m", "ck_m", "idx_n"])
-def keep_conv_kernel(
-    x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices,
-    N, M, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n,
-    PAST: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
+@triton.jit
+def keep_conv_state(
+    x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices, m, d,
+    N, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n, PAST: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """The last PAST inputs before a checkpoint, from the tokens x [T, dim] and, behind their start, the slot's state."""
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(dim, BD)
-    m, d = pid // blocks, pid % blocks * BD + tl.arange(0, BD)
+    """Channels `d` of the PAST inputs before checkpoint `m`, from x [T, dim] and, behind their start, the slot's state."""
     cut = tl.load(checkpoint_offsets + m * off_m).to(tl.int64)
     kept = tl.load(checkpoint_indices + m * ck_m).to(tl.int64)
     # The last sequence that begins before the checkpoint; the ones after it that do are empty.
@@ -75,44 +73,49 @@ def keep_conv_kernel(
             lo = mid
         else:
             hi = mid - 1
-    if lo == N:
-        return
     bos, eos = sequence_range(cu_seqlens, lo, N, T)
-    row = tl.load(indices + lo * idx_n).to(tl.int64)
-    live = (row > 0) & (row < slots)
-    if (cut <= bos) | (cut > eos) | (kept <= 0) | (kept >= slots) | (live == 0):
-        return
-    begins = tl.load(has_initial + lo) != 0
-    w = tl.arange(0, BW)[:, None].to(tl.int64)
-    t = cut - PAST + w
-    m_wd = (w < PAST) & (d < dim)[None, :]
-    token = tl.load(x + t * x_t + d[None, :], m_wd & (t >= bos), 0.0).to(conv_state.dtype.element_ty)
-    m_old = m_wd & (t < tl.where(begins, bos, bos - PAST))
-    old = tl.load(conv_state + row * s_n + (t - bos + PAST) * s_w + d[None, :] * s_d, m_old, 0.0)
-    tl.store(conv_state + kept * s_n + w * s_w + d[None, :] * s_d, tl.where(t >= bos, token, old), m_wd)
+    row = tl.load(indices + lo * idx_n, lo < N, 0).to(tl.int64)
+    live = (row > 0) & (row < slots) & (cut > bos) & (cut <= eos) & (kept > 0) & (kept < slots)
+    if live:
+        begins = tl.load(has_initial + lo) != 0
+        w = tl.arange(0, BW)[:, None].to(tl.int64)
+        t = cut - PAST + w
+        m_wd = (w < PAST) & (d < dim)[None, :]
+        token = tl.load(x + t * x_t + d[None, :], m_wd & (t >= bos), 0.0).to(conv_state.dtype.element_ty)
+        m_old = m_wd & (t < tl.where(begins, bos, bos - PAST))
+        old = tl.load(conv_state + row * s_n + (t - bos + PAST) * s_w + d[None, :] * s_d, m_old, 0.0)
+        tl.store(conv_state + kept * s_n + w * s_w + d[None, :] * s_d, tl.where(t >= bos, token, old), m_wd)
 
 
-def cut(cu_seqlens, offsets, indices, T: int, slots: int) -> Checkpoints:
-    """Parts of sequences between checkpoints, on the device."""
-    N, M = cu_seqlens.numel() - 1, offsets.numel()
-    merged = torch.zeros(2 * (N + M + 1) + N + 1, dtype=torch.int32, device=cu_seqlens.device)
-    checkpoints = Checkpoints(*merged.split([N + M + 1, N + M + 1, N + 1]))
-    config = configs.pick("cut", entries=N + M + 1)
-    cut_kernel[(triton.cdiv(N + M + 1, config["B"]),)](
-        cu_seqlens, offsets, indices, *checkpoints, N, M, T, slots, offsets.stride(0), indices.stride(0), **config
-    )
-    return checkpoints
+@triton.jit(do_not_specialize=["N", "M", "T", "slots", "dim", "off_m", "ck_m", "idx_n"])
+def checkpoints_kernel(
+    x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts,
+    N, M, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n,
+    PAST: tl.constexpr, BW: tl.constexpr, B: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    cuts, blocks = tl.cdiv(N + M + 1, B), tl.cdiv(dim, BD)
+    if pid < cuts:
+        cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, pid * B + tl.arange(0, B),
+            N, M, T, slots, off_m, ck_m)  # fmt: skip
+    else:
+        m, d = (pid - cuts) // blocks, (pid - cuts) % blocks * BD + tl.arange(0, BD)
+        keep_conv_state(x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices, m, d,
+                        N, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n, PAST, BW)  # fmt: skip
 
 
-def keep_conv_states(x, conv_state, W: int, cu_seqlens, indices, has_initial, offsets, kept) -> None:
-    """Convolution states at checkpoints `offsets` into slots `kept`; x [T, dim]."""
-    T, dim = x.shape
-    M, config = offsets.numel(), configs.pick("keep_conv", dim=dim)
-    keep_conv_kernel[(M * triton.cdiv(dim, config["BD"]),)](
-        x, conv_state, cu_seqlens, indices, has_initial, offsets, kept, cu_seqlens.numel() - 1, M, T,
-        conv_state.shape[0], dim, x.stride(0), *conv_state.stride(),
-        offsets.stride(0), kept.stride(0), indices.stride(0), PAST=W - 1, BW=triton.next_power_of_2(W - 1), **config,
+def checkpoints(x, conv_state, W: int, cu_seqlens, indices, has_initial, offsets, kept, slots: int) -> Checkpoints:
+    """Parts of sequences between checkpoints `offsets`; the convolution states there go to slots `kept`; x [T, dim]."""
+    (T, dim), N, M = x.shape, cu_seqlens.numel() - 1, offsets.numel()
+    merged = torch.empty(2 * (N + M + 1) + N + 1, dtype=torch.int32, device=cu_seqlens.device)
+    cuts = Checkpoints(*merged.split([N + M + 1, N + M + 1, N + 1]))
+    config = configs.pick("checkpoints", entries=N + M + 1, dim=dim)
+    checkpoints_kernel[(triton.cdiv(N + M + 1, config["B"]) + M * triton.cdiv(dim, config["BD"]),)](
+        x, conv_state, cu_seqlens, indices, has_initial, offsets, kept, *cuts, N, M, T, slots, dim, x.stride(0),
+        *conv_state.stride(), offsets.stride(0), kept.stride(0), indices.stride(0),
+        PAST=W - 1, BW=triton.next_power_of_2(W - 1), **config,
     )  # fmt: skip
+    return cuts
 
 
 def kda_prefill(
@@ -137,22 +140,24 @@ def kda_prefill(
     conv_state, ssm_state = conv_state[:slots], ssm_state[:slots]
     if has_initial_state is None:
         has_initial_state = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.bool, device=qkv.device)
-    checkpoints = None
+    cuts = None
     if keeps:
-        checkpoints = cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, T, slots)
-        keep_conv_states(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, checkpoint_offsets,
-                         checkpoint_indices)  # fmt: skip
+        cuts = checkpoints(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, checkpoint_offsets,
+                           checkpoint_indices, slots)  # fmt: skip
     x = conv.causal_conv1d_fn(qkv.t(), conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices,
                               has_initial_state, True, (), seen).t()  # fmt: skip
     q, k, v = x[None].split([H * K, H * K, HV * V], -1)
     v = v.unflatten(-1, (HV, V))
     o, _ = chunk.chunk_kda(
         q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v, raw_g[None], beta[None], scale, ssm_state, False,
-        cu_seqlens, True, True, A_log, g_bias, lower_bound, None, ssm_state_indices, has_initial_state, checkpoints, seen,
+        cu_seqlens, True, True, A_log, g_bias, lower_bound, None, ssm_state_indices, has_initial_state, cuts, seen,
     )  # fmt: skip
     if T:
         norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit,
                             out_rows, seen)  # fmt: skip
+    if seen is not None and not keeps and "chunk" in seen.launches:
+        x_and_o = ((y.shape, qkv.dtype) for y in (qkv, out_gate))
+        seen.launches["prefill"] = Scratch(qkv.device, *x_and_o, *seen.launches["chunk"].scratch.parts)
     return out
 
 
@@ -161,15 +166,16 @@ def repeat(
     conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, keys: int,
 ) -> bool:  # fmt: skip
     """Launches again as before for the same `seen`; False if that is not to be had. `keys`: columns of q, and of k."""
-    if seen is None or "chunk" not in seen.launches:
+    between = None if seen is None else seen.launches.get("prefill")  # what the kernels hand on, of all stages
+    if between is None:
         return False
-    x, o = (torch.empty(like.shape, dtype=qkv.dtype, device=qkv.device) for like in (qkv, out_gate))
-    q = x.data_ptr()
-    k, v = q + keys * x.element_size(), q + 2 * keys * x.element_size()
+    memory = between.empty()
+    x, o, *scratch = between.addresses(memory)
+    q, k, v = x, x + keys * qkv.element_size(), x + 2 * keys * qkv.element_size()
     launches = (
         conv.find(seen, qkv, conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices, has_initial_state, x),
         chunk.find(seen, q, k, v, raw_g, beta, A_log, g_bias, cu_seqlens, ssm_state, o, ssm_state, ssm_state_indices,
-                   has_initial_state),
+                   has_initial_state, memory, scratch),
         norm.find(seen, o, out_gate, norm_weight, None, None, None, out, limit, out_rows),
     )  # fmt: skip
     if None in launches:

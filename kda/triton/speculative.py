@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from kda.triton import configs
-from kda.triton.conv import conv_tile
 from kda.triton.launch import Launch
 from kda.triton.tiles import along_k, along_v, cast, log_decay, row, sequence_range, state_tile, sum_k
 
@@ -90,6 +89,34 @@ def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
     z = load_history(state, count, m, sh_w, W, BW)
     tl.debug_barrier()
     store_history(state, z, count, m, sh_w, W, BW)
+
+
+@triton.jit
+def conv_tile(x, history, weight, bias, t, L, H, channels, sx_t, sh_w, sw_w,
+              SILU: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """[BT, BD] fp32 outputs of tokens t .. t + BT - 1; pointers are [BD], at token 0, column 0, tap 0.
+
+    The history has H = W - 1 columns, or H = 0: then zeros stand for it.
+    """
+    i = t + tl.arange(0, BT)[:, None].to(tl.int64)
+    tokens = channels[None, :] & (i >= 0) & (i < L)
+    acc = tl.zeros([BT, BD], tl.float32)
+    for w in tl.static_range(W):
+        j = i + (w - (W - 1))  # [BT, 1] the token under tap w; the history (column i + w) ends at token -1
+        z = tl.load(x[None, :] + j * sx_t, mask=tokens & (j >= 0), other=0.0).to(tl.float32)
+        if history is not None:
+            if history.dtype.element_ty != x.dtype.element_ty:
+                z = cast(z, history.dtype.element_ty).to(tl.float32)
+            if w < W - 1:
+                if t + w < W - 1:
+                    old = tl.load(history[None, :] + (i + w) * sh_w, mask=tokens & (i + w < H), other=0.0)
+                    z = tl.where(j < 0, old.to(tl.float32), z)
+        acc += z * tl.load(weight + w * sw_w, mask=channels, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        acc += tl.load(bias, mask=channels, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc *= tl.sigmoid(acc)
+    return acc
 
 
 @triton.jit

@@ -28,7 +28,7 @@ class Checkpoints(NamedTuple):
     """M places inside sequences where the state is kept too; each cuts its sequence in parts (prefill.py makes them).
 
     `offsets` [N + M + 1]: where the N + M parts begin, and their end; `slots` [N + M + 1]: where the state goes that
-    enters a part, 0: nowhere; `parts` [N + 1]: each sequence's first part, and the number of all.
+    enters a part, 0 (as for every sequence's first part): nowhere; `parts` [N + 1]: each sequence's first part, and the number of all.
     """
 
     offsets: Tensor
@@ -42,14 +42,18 @@ def walk_chunks(
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MAPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state behind tokens bos .. eos - 1, whose first chunk is place `at` of the tiles; stores their outputs."""
+    """The state behind tokens bos .. eos - 1, whose first chunk is place `at` of the tiles; stores their outputs.
+
+    MAPS stores none, and leaves z and R where they are.
+    """
     dt: tl.constexpr = tiles_ptr.dtype.element_ty
     CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
     SIZE: tl.constexpr = 3 * C * K + 2 * C * CW
     PIECES: tl.constexpr = 3 if decay_ptr.dtype.element_ty == tl.bfloat16 else 1
     # One product with both halves of U and R, of v beside itself, where a product is an instruction that is waited for.
     CV: tl.constexpr = CW if PIECES > 1 else C
-    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, CV), tl.arange(0, BK)
+    ROWS: tl.constexpr = C if MAPS else 2 * C
+    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, ROWS), tl.arange(0, CV), tl.arange(0, BK)
     m_k = o_k < K
     m_ck = m_k[None, :] & (i < C)[:, None]
 
@@ -73,11 +77,11 @@ def walk_chunks(
     # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
     for _ in range(0, tl.cdiv(left, C)):
         v = tl.load(p_v, m_v[:, None] & (i_v < left)[None, :], 0.0).to(dt)  # [V, C], or twice side by side
-        UR = tl.load(p_ur)  # [2 C, C], or with their rests beside
+        UR = tl.load(p_ur)  # [2 C, C], or with their rests beside; MAPS: [C, ..]
         if K == BK:
             wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
         else:
-            wz, kg = tl.load(p_wz, m_k[None, :] & (ii < 2 * C)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
+            wz, kg = tl.load(p_wz, m_k[None, :] & (ii < ROWS)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
         decay = tl.load(p_decay, m_decay, 0.0)  # [1, K], or pieces [C, K] that ..
         if PIECES > 1:
             decay = dot(ones, decay, None, PRECISION)  # .. a product adds up in each row of [V, K]
@@ -87,7 +91,10 @@ def walk_chunks(
             both = dot(v, tl.trans(tl.load(p_ur + C)), both, PRECISION)
         both = dot(cast(S, dt), tl.trans(wz), both, PRECISION)  # [V, 2 C]
         S *= decay
-        d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
+        if MAPS:
+            d = both
+        else:
+            d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
         if dt == tl.bfloat16:  # the state takes d in two halves: its error is then the keys' rounding alone
             d, d_rest = halves(d)
             S = dot(d_rest, kg, S, PRECISION)
@@ -183,28 +190,31 @@ def chunk_walk_kernel(
     if SEGMENT:
         p_segment = segments + (where * HV + hv) * (V + K if MAPS else V) * K
     if MAPS:
-        if v0 >= NV * BV:
-            S = tl.where(o_v[:, None] - NV * BV == o_k[None, :], 1.0, 0.0)
+        S = tl.where(o_v[:, None] - NV * BV == o_k[None, :], 1.0, 0.0)  # of v's slices: zeros
     elif SEGMENT:
         S = tl.load(p_segment + o_v[:, None] * K + o_k[None, :], m_vk, 0.0)
     elif HAS_INITIAL:
         m_begins = m_v[:, None] & (o_k < tl.where(begins, K, 0))[None, :]
         S += tl.load(initial_state + row * state_n + o_vk, m_begins, 0.0).to(tl.float32)
 
-    S = walk_chunks(
-        S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
-        HV, K, C, BK, BV, MAPS, PRECISION,
-    )  # fmt: skip
     if CHECKPOINTS:
-        for p in range(part + 1, end):
+        for p in range(part + 1, end + 1):
+            # Where the next part lies is on its way during this one; behind the last one there is nothing to keep.
             kept = tl.load(checkpoint_slots + p).to(tl.int64)
+            next_bos, next_eos = sequence_range(cu_seqlens, p, end, T)
+            next_slot = first_slot(cu_seqlens, p, T, C)
+            S = walk_chunks(
+                S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
+                HV, K, C, BK, BV, MAPS, PRECISION,
+            )  # fmt: skip
             if (kept > 0) & (kept < slots):
                 tl.store(final_state + kept * final_n + o_vk, cast(S, final_state.dtype.element_ty), m_vk)
-            bos, eos = sequence_range(cu_seqlens, p, end, T)
-            S = walk_chunks(
-                S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, first_slot(cu_seqlens, p, T, C) * HV + hv,
-                o_v, m_v, v_t, out_t, HV, K, C, BK, BV, MAPS, PRECISION,
-            )  # fmt: skip
+            bos, eos, slot = next_bos, next_eos, next_slot
+    else:
+        S = walk_chunks(
+            S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
+            HV, K, C, BK, BV, MAPS, PRECISION,
+        )  # fmt: skip
 
     if MAPS:
         rows = tl.where(o_v < NV * BV, o_v, o_v - NV * BV + V)
@@ -337,7 +347,7 @@ def walk(
 
     if segment:
         launch(places * HV * (slices + -(-K // BV)), MAPS=True)
-        combine = configs.pick("chunk_combine", device=v.device)
+        combine = configs.pick("chunk_combine", K=K, V=V, device=v.device)
         _combine(
             seen, N * HV * -(-V // combine["BV"]), (maps, entering, initial_state, cu_seqlens, indices, has_initial),
             (T, N, slots, state_n, idx_n), TOKENS=C * segment, SPLIT=tiles.dtype == torch.bfloat16, **common, **combine,
