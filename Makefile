@@ -12,7 +12,7 @@ FILE        ?=
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 COMPILE     ?= --all --check
-SPILLS      ?= 300
+SPILLS      ?= 220
 SAMPLE      := tests/test_states.py tests/test_gate.py tests/test_norm.py tests/test_recurrent.py
 
 TORCH_VERSION := 2.13.0
@@ -50,7 +50,7 @@ venv: $(READY)
 doctor: $(READY)
 	@$(PY) -m kda doctor
 
-# What it leaves in build/ the tests need not compile again. SPILLS is what RDNA's registers need today, and no more.
+# What it leaves in build/ the tests need not compile again. SPILLS is what kernels need today, and little more.
 compile: $(READY)
 	@$(PY) -m kda compile $(COMPILE) --jobs $(JOBS) --max-spills $(SPILLS) --json build/compile.json --csv build/compile.csv
 
@@ -96,10 +96,10 @@ $(READY_VLLM): pyproject.toml
 	@$(PIP_VLLM) install -e . pytest pytest-xdist
 	@touch $@
 
-# RDNA2 has no matrix instructions: products are done in vector registers, of which there are too few.
+# RDNA2 has no matrix instructions: products are done in vector registers, of which there are few.
 READY_36      := $(VENV_36)/.kda-ready
 PIP_36        := $(VENV_36)/bin/python -m pip -qq --disable-pip-version-check
-SPILLS_RDNA2  ?= 2000
+SPILLS_RDNA2  ?= 100
 
 compile-gfx1030: $(READY_36)
 	@$(VENV_36)/bin/python -m kda compile --target hip:gfx1030 --one --jobs $(JOBS) --max-spills $(SPILLS_RDNA2)

@@ -24,6 +24,8 @@ SIZES = {
     "causal_conv1d_fwd": dict(dim=(48, 255, 256, 24576), T=(0, 1, 1024, 1025, 65536)),
     "causal_conv1d_update": dict(dim=(48, 24576), window=(0, 1, 2, 8, 9)),
     "rms_norm_gated": dict(D=(64, 128, 256)),
+    "fused_kda_gate": dict(T=(1, 1024, 1025), HV=(1, 64), K=(64, 128)),
+    "chunk_combine": {},
 }  # fmt: skip
 SIZES |= {"kda_verify": SIZES["kda_decode"], "kda_commit": SIZES["kda_decode"]}
 
@@ -127,8 +129,8 @@ ON_H200 = [
     ("kda_verify", dict(K=128, V=128, itemsize=4), dict(BV=128, KI=32, num_warps=4, num_stages=1)),
     ("kda_commit", dict(K=128, V=128, itemsize=2), dict(BV=128, KI=64, num_warps=4, num_stages=1)),
     ("fused_recurrent", dict(N=256, HV=64, K=128, V=128, T=256), dict(BV=8, STREAM=False, num_warps=1, num_stages=3)),
-    ("causal_conv1d_fwd", dict(dim=24576, T=8192), dict(BT=32, BD=128, num_warps=4)),
-    ("causal_conv1d_fwd", dict(dim=24576, T=64), dict(BT=32, BD=128, num_warps=4)),
+    ("causal_conv1d_fwd", dict(dim=24576, T=8192), dict(BT=32, BD=128, num_warps=1)),
+    ("causal_conv1d_fwd", dict(dim=24576, T=64), dict(BT=16, BD=256, num_warps=1)),
     ("causal_conv1d_update", dict(dim=24576, window=1), dict(BT=1, BD=256, num_warps=2)),
     ("causal_conv1d_update", dict(dim=24576, window=4), dict(BT=4, BD=256, num_warps=2)),
     ("rms_norm_gated", dict(D=128), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=4)),
@@ -155,28 +157,104 @@ def test_only_a_device_with_a_table_takes_its_rows(pretend, monkeypatch):
             assert default | row.config != default
             wanted = default | row.config if has and s is shape else default
             assert configs.pick("kda_decode", **s, device=GPU) == wanted, (name, s)
+    monkeypatch.setattr(table, "modules", lambda: (nvidia_h200,))
     cpu = torch.device("cpu")
     assert configs.pick("kda_decode", **shape, device=cpu) == configs.DEFAULTS["kda_decode"](**shape, device=cpu)
 
 
-def test_a_processor_with_a_table_takes_it(monkeypatch):
-    module = types.SimpleNamespace(NAMES=("EPYC 9999",), TABLE={"rms_norm_gated": {"128": table.Row({"BR": 64}, "planted")}})
+ZEN4 = table.Processor("AMD EPYC", "AMD", "25", "17")
+
+
+@pytest.mark.parametrize(
+    "processor, path, takes",
+    [
+        (ZEN4, "avx512bf16", True),
+        (ZEN4._replace(name="AMD EPYC 9354 32-Core Processor"), "avx512bf16", True),  # the same model, named in full
+        (ZEN4, "avx512", False),  # KDA_CPU_ISA=avx512: other code, other tiles
+        (ZEN4._replace(model="1"), "avx512bf16", False),
+        (ZEN4._replace(model="170"), "avx512bf16", False),
+        (ZEN4._replace(family="26", model="17"), "avx512bf16", False),  # of the same name
+        (ZEN4._replace(vendor="Intel"), "avx512bf16", False),
+        (ZEN4, "", False),  # the interpreter
+    ],
+)
+def test_a_processor_takes_the_table_of_its_model_and_path(monkeypatch, processor, path, takes):
+    """A table as one measured on ZEN4 is written: names in virtual machines are too short to tell processors apart."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(table, "processor", lambda: ZEN4)
+    monkeypatch.setattr(table, "processor_path", lambda: "avx512bf16")
+    rows = {"rms_norm_gated": {"128": table.Row({"BR": 64}, "planted")}}
+    module = types.SimpleNamespace(NAMES=table.names_for(cpu), TABLE=rows)
     monkeypatch.setattr(table, "modules", lambda: (nvidia_h200, module))
-    cpu, rows = torch.device("cpu"), []
-    for name in ("AMD EPYC 9999 96-Core Processor", "AMD EPYC 99990 Processor"):
-        monkeypatch.setattr(table, "processor", lambda name=name: name)
-        table.of.cache_clear()
-        rows.append([configs.pick("rms_norm_gated", D=D, device=cpu)["BR"] for D in (128, 64)])
+    monkeypatch.setattr(table, "processor", lambda: processor)
+    monkeypatch.setattr(table, "processor_path", lambda: path)
     table.of.cache_clear()
-    assert rows == [[64, 32], [16, 32]]
+    found = [configs.pick("rms_norm_gated", D=D, device=cpu)["BR"] for D in (128, 64)]
+    table.of.cache_clear()
+    assert found == [64 if takes else 16, 32]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n"
+         "vendor_id\t: other\n", "AMD family 25 model 17"),
+        ("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : Intel(R) Xeon(R)\n", "Intel family 6 model 143"),
+        ("processor : 0\nBogoMIPS : 50.00\n", "some machine"),  # of another architecture
+        (None, "some machine"),
+    ],
+)  # fmt: skip
+def test_a_processors_model_is_what_linux_tells(monkeypatch, text, words):
+    def read(path):
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(table.Path, "read_text", read)
+    monkeypatch.setattr(table.platform, "processor", lambda: "some machine")
+    table.processor.cache_clear()
+    assert table.model_words() == words
+    table.processor.cache_clear()
+
+
+def test_no_path_no_table(monkeypatch):
+    """In Triton's interpreter, and where KDA_CPU_ISA names no path of this machine."""
+    from triton import knobs
+
+    from kda.triton_cpu import runtime
+
+    cpu = torch.device("cpu")
+    if not knobs.runtime.interpret:
+        assert table.processor_path() == runtime.selected_isa() and table.device_name(cpu).endswith(f", {runtime.selected_isa()}")
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "interpret", True)
+        assert table.processor_path() == table.device_name(cpu) == ""
+
+    def unknown():
+        raise RuntimeError("KDA_CPU_ISA='x': accepted are ..")
+
+    monkeypatch.setattr(runtime, "selected_isa", unknown)
+    assert table.processor_path() == table.device_name(cpu) == ""
+    assert not any(table.is_for(module.NAMES, "") for module in table.modules())
 
 
 def test_a_table_of_another_version_says_so(pretend, monkeypatch):
     monkeypatch.setitem(nvidia_h200.TABLE, "rms_norm_gated", {"128": table.Row({"BR": 16, "ROWS": 4, "maxnreg": 64}, "planted")})
     pretend("NVIDIA H200", (9, 0))
-    with pytest.raises(ValueError, match="NVIDIA H200 .* another version: rms_norm_gated, 128 has ROWS, which"):
+    with pytest.raises(ValueError, match="NVIDIA H200 .* another version: rms_norm_gated, 128 has ROWS, which.*remove the row"):
         configs.pick("rms_norm_gated", D=128, device=GPU)
     assert configs.pick("rms_norm_gated", D=64, device=GPU)["BR"] == 32
+    monkeypatch.setitem(nvidia_h200.TABLE, "kda_decode", {"wide states": table.Row({"BV": 16}, "planted")})
+    assert configs.stale(GPU) == ["kda_decode, wide states is no regime", "rms_norm_gated, 128 has ROWS"]
+
+
+@pytest.mark.parametrize("module", table.modules(), ids=lambda m: m.__name__.rpartition(".")[2])
+def test_no_table_here_is_of_another_version(module, monkeypatch):
+    monkeypatch.setattr(table, "device_name", lambda device: module.NAMES[0])
+    for device in (torch.device("cpu"), torch.device("meta")):  # whose defaults have the entries of any device
+        table.of.cache_clear()
+        assert table.of(device) is module.TABLE and configs.stale(device) == []
+    table.of.cache_clear()
 
 
 def test_the_driver_is_asked_once(pretend, monkeypatch):
@@ -198,6 +276,20 @@ def test_the_two_kernels_of_the_chunk_rule_have_rows_of_their_own(pretend, monke
     few, many = (configs.pick("chunk", HV=HV, **shape) for HV in (16, 64))
     assert (few["BV"], few["walk"]["num_stages"], many["BV"]) == (32, 3, 64)
     assert few["intra"] == many["intra"]
+
+
+@pytest.mark.parametrize(
+    "arch, parts, intra, BV, walk, verify",
+    [("gfx1030", 4, 4, 32, 8, 8), ("gfx1100", 4, 1, 64, 4, 8), ("gfx1201", 4, 1, 64, 4, 8), ("gfx942", 2, 1, 64, 4, 2)],
+)
+def test_small_register_files_take_smaller_tiles(pretend, monkeypatch, arch, parts, intra, BV, walk, verify):
+    pretend("AMD Radeon", (9, 4))
+    about = types.SimpleNamespace(name="AMD Radeon", multi_processor_count=40, warp_size=64 if arch == "gfx942" else 32, gcnArchName=arch)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: about)
+    cfg = configs.pick("chunk", N=1, HV=64, K=128, V=128, T=8192, dtype=BF16, device=GPU, bounded=True)
+    assert (cfg["PARTS"], cfg["intra"]["num_warps"], cfg["BV"], cfg["walk"]["num_warps"]) == (parts, intra, BV, walk)
+    assert configs.pick("kda_verify", K=128, V=128, itemsize=4, device=GPU)["num_warps"] == verify
 
 
 def test_overrides_come_before_tables(pretend, monkeypatch):

@@ -7,13 +7,14 @@ import datetime
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 from kda.cli import CommandError
 from kda.cli.trial import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
-TRIALS = ("part", "regime", "config", "ok", "why", "spills")
+TRIALS = ("part", "regime", "config", "ok", "why", "spills", "code")
 TIMES = ("when", "part", "regime", "size", "round", "config", "ms", "former_ms", "ratio")
 
 
@@ -38,11 +39,23 @@ def made_of(device_name: str, small: bool, threads: int | None) -> dict:
 
     digest = hashlib.sha256()
     sources = [path for folder in ("kda/triton", "kda/triton_cpu") for path in (ROOT / folder).rglob("*.py")]
-    for path in sorted([*sources, ROOT / "kda/cli/space.py", ROOT / "kda/cli/workloads.py"]):
+    ours = [ROOT / "kda/cli" / f"{name}.py" for name in ("cases", "space", "stopwatch", "workloads")]
+    for path in sorted([*sources, *ours]):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     versions = {name: of(name) for name in ("torch", "triton", "llvmlite")}
-    cpu = dict(threads=threads, isa=os.environ.get("KDA_CPU_ISA")) if threads else {}
+    cpu = dict(threads=threads) if threads else {}
     return dict(device=device_name, small=small, sources=digest.hexdigest()[:16], **versions, **cpu)
+
+
+def replace(path: Path, text: str) -> None:
+    """All of a file or nothing: what was there stays where the new text cannot be written."""
+    fresh = path.with_name(path.name + ".new")
+    try:
+        fresh.write_text(text)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 class Record:
@@ -60,43 +73,69 @@ class Record:
             raise CommandError(f"{folder} cannot be used: {e.strerror or e}") from e
 
     def _continue(self, about: dict) -> None:
-        path = self.folder / "about.json"
-        if path.exists():
-            try:
-                found = json.loads(path.read_text())
-            except ValueError:
-                found = {}
-            changed = [name for name in about if found.get(name) != about[name]]
-            if changed:
-                raise CommandError(
-                    f"{self.folder} holds a sweep that does not compare with this one (other {', '.join(changed)}): "
-                    "name another folder with --out"
-                )  # fmt: skip
-        else:
-            path.write_text(json.dumps(about, indent=1) + "\n")
-        for row in self._rows("trials.csv", TRIALS):
-            spills = int(row["spills"]) if row["spills"] else None
-            self._tried((row["part"], row["regime"]), row["config"], Outcome(row["ok"] == "True", row["why"], spills))
-        for row in self._rows("times.csv", TIMES):
-            self._timed((row["part"], row["regime"]), row["size"], row["config"], float(row["ms"]), float(row["ratio"]))
+        path, begun = self.folder / "about.json", any((self.folder / name).exists() for name in ("trials.csv", "times.csv"))
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            found = None
+        except ValueError:
+            found = {}
+        changed = [name for name in about if found is None or found.get(name) != about[name]]
+        if changed and begun:
+            raise CommandError(
+                f"{self.folder} holds a sweep that does not compare with this one "
+                + ("(its about.json cannot be read)" if not found else
+                   f"(other {', '.join('kernels or tables' if name == 'sources' else name for name in changed)})")
+                + ": name another folder with --out"
+            )  # fmt: skip
+        if changed:
+            replace(path, json.dumps(about, indent=1) + "\n")
+        for row in self._rows("trials.csv", TRIALS, self._read_trial):
+            self._tried(*row)
+        for row in self._rows("times.csv", TIMES, self._read_time):
+            self._timed(*row)
 
-    def _rows(self, name: str, columns: tuple[str, ...]) -> list[dict]:
-        """Complete rows of a file; it is begun if there is none. A row that was cut short is cut off."""
+    @staticmethod
+    def _read_trial(row: dict) -> tuple:
+        spills = int(row["spills"]) if row["spills"] else None
+        json.loads(row["config"])
+        outcome = Outcome({"True": True, "False": False}[row["ok"]], row["why"], spills, row["code"])
+        return (row["part"], row["regime"]), row["config"], outcome
+
+    @staticmethod
+    def _read_time(row: dict) -> tuple:
+        json.loads(row["config"])
+        return (row["part"], row["regime"]), row["size"], row["config"], float(row["ms"]), float(row["ratio"])
+
+    def _rows(self, name: str, columns: tuple[str, ...], read) -> list[tuple]:
+        """Complete rows of a file as `read` has them; it is begun if there is none. A row that was cut short is cut off, and
+        one that cannot be read is left out."""
         path = self.folder / name
-        if not path.exists():
-            with open(path, "w", newline="") as file:
-                csv.writer(file).writerow(columns)
-            return []
-        lines = path.read_bytes()
+        lines = path.read_bytes() if path.exists() else b""
         whole = lines[: lines.rfind(b"\n") + 1]
         if len(whole) < len(lines):
-            path.write_bytes(whole)
-        return list(csv.DictReader(whole.decode().splitlines()))
+            os.truncate(path, len(whole))
+        text = whole.decode(errors="replace").splitlines()
+        if not text:
+            self._append(name, columns)
+            return []
+        if tuple(next(csv.reader(text[:1]))) != columns:
+            raise CommandError(
+                f"{path} is of another version (its columns are not {', '.join(columns)}): name another folder with --out"
+            )
+        rows = []
+        for n, line in enumerate(text[1:], 2):
+            try:
+                cells = next(csv.reader([line], strict=True))
+                rows.append(read(dict(zip(columns, cells, strict=True))))
+            except (ValueError, KeyError, csv.Error, StopIteration):
+                print(f"{path}, line {n} is left out: it is no measurement", file=sys.stderr)
+        return rows
 
     def _append(self, name: str, row: tuple) -> None:
         try:
             with open(self.folder / name, "a", newline="") as file:
-                csv.writer(file).writerow(row)
+                csv.writer(file, lineterminator="\n").writerow(row)
         except OSError as e:
             raise CommandError(
                 f"{self.folder / name} cannot be written ({e.strerror or e}): what was measured before is kept, and the same "
@@ -105,7 +144,7 @@ class Record:
 
     def tried(self, regime: tuple[str, str], config: dict, outcome: Outcome) -> None:
         spills = "" if outcome.spills is None else outcome.spills
-        self._append("trials.csv", (*regime, text(config), outcome.ok, " ".join(outcome.why.split()), spills))
+        self._append("trials.csv", (*regime, text(config), outcome.ok, " ".join(outcome.why.split()), spills, outcome.code))
         self._tried(regime, text(config), outcome)
 
     def timed(self, regime: tuple[str, str], size: str, round: int, config: dict, ms: float, former_ms: float) -> None:

@@ -15,6 +15,7 @@ from kda.cli.workloads import Work
 
 # A sample is the fastest of some batches of calls, each so long at least: whatever else runs only ever adds time.
 BATCHES, BATCH_MS = 5, 1.0
+SOME = 8  # calls, to see how long one takes
 
 
 def key_of(config: dict) -> str:
@@ -56,6 +57,15 @@ class Stopwatch:
         for key in [key for key in self.graphs if key[0] == key_of(config)]:
             del self.graphs[key]
 
+    def broken(self) -> bool:
+        """Whether the GPU no longer answers this process."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
+
     @contextlib.contextmanager
     def ready(self, config: dict, work: Work):
         """Within the block calls launch the one kernel, on what the others have left for it."""
@@ -76,40 +86,40 @@ class Stopwatch:
         if (key_of(config), work) not in self.graphs:
             self.graphs[key_of(config), work] = self._capture(config, work)
         graph = self.graphs[key_of(config), work]
-        times = []
-        for _ in range(BATCHES):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / self.calls[work])
-        return min(times)
+        return min(self._replay_ms(graph) for _ in range(BATCHES)) / self.calls[work]
 
     def _capture(self, config: dict, work: Work) -> torch.cuda.CUDAGraph:
         with self.ready(config, work) as call:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
-                call()
-                torch.cuda.synchronize(self.device)
-                if work not in self.calls:
-                    begin = time.perf_counter()
-                    call()
-                    torch.cuda.synchronize(self.device)
-                    # A launch takes the host several times as long as a small kernel runs.
-                    self.calls[work] = _calls(1e3 * (time.perf_counter() - begin) / 4)
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory):
-                for _ in range(self.calls[work]):
-                    call()
+            call()  # on the stream of the replays, before anything is captured: modules are loaded when first launched
+            torch.cuda.synchronize(self.device)
+            if work not in self.calls:
+                # A launch takes the host several times as long as a small kernel runs: a graph of some is timed instead.
+                some = self._graph(call, SOME)
+                some.replay()
+                self.calls[work] = _calls(self._replay_ms(some) / SOME)
+            graph = self._graph(call, self.calls[work])
         graph.replay()
+        torch.cuda.synchronize(self.device)
         return graph
+
+    def _graph(self, call, calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            for _ in range(calls):
+                call()
+        return graph
+
+    def _replay_ms(self, graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
 
 def _calls(ms: float) -> int:
-    return min(max(math.ceil(BATCH_MS / max(ms, 1e-4)), 1), 200)
+    return min(max(math.ceil(BATCH_MS / max(ms, 1e-4)), 1), 256)
 
 
 def _wall_ms(call, calls: int) -> float:

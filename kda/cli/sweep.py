@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kda.cli import verdict
+from kda.cli import CommandError, verdict
 from kda.cli.record import Record, text
 from kda.cli.stopwatch import Stopwatch
-from kda.cli.trial import Outcome, words
+from kda.cli.trial import Outcome, not_its_fault, words
+from kda.cli.verdict import LEAST
 from kda.cli.workloads import Work
 
 FORMER = text({})
@@ -36,7 +37,10 @@ class Regime:
 
 
 class Sweep:
-    """Times a regime's candidates that are fit (compiled, right) until `deadline` (of time.monotonic)."""
+    """Times a regime's candidates that are fit (compiled, right) until `deadline` (of time.monotonic).
+
+    Where the first rounds show that there is no time for all of them, the best candidates are chosen early.
+    """
 
     def __init__(
         self, regime: Regime, record: Record, watch: Stopwatch, rounds: int, deadline: float,
@@ -46,6 +50,7 @@ class Sweep:
         self.deadline, self.tick = deadline, tick
         trials = record.trials.get(regime.key, {})
         self.alive = [c for c in ({}, *regime.candidates) if text(c) in trials and trials[text(c)].ok]
+        self.half = max(rounds // 2, 1)  # rounds that choose who goes on; those after them say who wins
 
     def ratios(self, config: dict) -> dict[str, list[float]]:
         return self.record.ratios.get(self.regime.key, {}).get(text(config), {})
@@ -55,9 +60,14 @@ class Sweep:
         for round in range(self.rounds):
             if self.alive in ([], [{}]):
                 return True
+            begun = time.monotonic()
             for work in self.regime.works:
                 if not self._round(round, work):
                     return False
+            one = time.monotonic() - begun
+            last = one * verdict.FINAL / len(self.alive) * (self.rounds - self.half)
+            if round + 1 >= LEAST and self.deadline - time.monotonic() < one * (self.half - round - 1) + last:
+                self.half = min(self.half, round + 1)
             self._thin_out(round)
             self.tick(round + 1, len(self.alive) - 1)
         return True
@@ -77,7 +87,12 @@ class Sweep:
                 continue
             if before is None:
                 before = self.watch({}, work)
-            ms, after = self.watch(config, work), self.watch({}, work)
+            try:
+                ms = self.watch(config, work)
+            except Exception as error:
+                self._lost(config, error)
+                continue
+            after = self.watch({}, work)
             self.record.timed(self.regime.key, work.name, round, config, ms, (before + after) / 2)
             before = after
         return True
@@ -87,17 +102,30 @@ class Sweep:
         try:
             outcome = self.watch.agrees(config, work)
         except Exception as error:  # such as shared memory that only this size asks for
-            outcome = Outcome(False, words(error))
+            self._lost(config, error)
+            return False
         if not outcome.ok:
             self.record.tried(self.regime.key, config, outcome)
             self._drop([config])
         return outcome.ok
 
+    def _lost(self, config: dict, error: Exception) -> None:
+        """A candidate that failed is out; what is not its fault, or leaves the GPU useless, ends the sweep."""
+        where = f"{self.regime.title}: {text(config)}: {words(error)}"
+        if isinstance(error, CommandError):
+            raise error
+        if not_its_fault(error):
+            raise CommandError(f"{where}: measurements are kept, and the same command goes on from there") from error
+        self.record.tried(self.regime.key, config, Outcome(False, words(error)))
+        if self.watch.broken():
+            raise CommandError(f"{where}: the GPU no longer answers; the same command goes on without it") from error
+        self._drop([config])
+
     def _thin_out(self, round: int) -> None:
         """Clear losers go; after half of the rounds, all but the best."""
         rest = {text(c): self.ratios(c) for c in self.alive if c}
         lost = {name for name, ratios in rest.items() if verdict.hopeless(ratios)}
-        if round + 1 == max(self.rounds // 2, 1):
+        if round + 1 == self.half:
             going = {name: ratios for name, ratios in rest.items() if name not in lost}
             first = {name: {size: r[: round + 1] for size, r in ratios.items()} for name, ratios in going.items()}
             lost |= set(going) - set(verdict.best(first))
@@ -109,13 +137,16 @@ class Sweep:
             self.watch.drop(config)
 
     def winner(self) -> tuple[dict, verdict.Verdict] | None:
-        """The best candidate that wins, judged by the rounds after it was chosen to go on."""
-        half = max(self.rounds // 2, 1) if self.rounds >= 2 * verdict.LEAST else 0
-        former = {size: r[half:] for size, r in self.ratios({}).items()}
+        """The best candidate that wins, judged by the rounds after it was chosen to go on; also of a sweep that is not done."""
+        half = self.half if self.rounds >= 2 * LEAST else 0
+
+        def later(config: dict) -> dict[str, list[float]]:
+            return {work.name: self.ratios(config).get(work.name, [])[half:] for work in self.regime.works}
+
+        former = later({})
         judged = [
-            (config, verdict.judge({size: r[half:] for size, r in self.ratios(config).items()}, former))
-            for config in self.alive
-            if config and all(len(self.ratios(config).get(work.name, ())) >= self.rounds for work in self.regime.works)
-        ]
+            (config, verdict.judge(later(config), former)) for config in self.alive
+            if config and min(map(len, (*later(config).values(), *former.values()))) >= min(LEAST, self.rounds - half)
+        ]  # fmt: skip
         winners = [(config, found) for config, found in judged if found.wins]
         return max(winners, key=lambda item: item[1].gain, default=None)

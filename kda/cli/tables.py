@@ -2,22 +2,13 @@
 """Writes a device's table as kda/triton/configs/ has them: former rows, and the winners of a sweep in their place."""
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+import torch
 
 import kda.triton.configs.table as tables
 from kda.triton.configs.regimes import REGIMES
 from kda.triton.configs.table import Row, Table
-
-
-def slug(device: str) -> str:
-    """A module's name for a device: "NVIDIA H200" -> nvidia_h200."""
-    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"\((r|tm)\)", "", device.lower())).strip("_")
-
-
-def former(device: str):
-    """The module that has the device's table, or None."""
-    return next((m for m in tables.modules() if tables.is_for(m.NAMES, device)), None)
 
 
 def merged(old: Table, new: Table) -> Table:
@@ -26,12 +17,13 @@ def merged(old: Table, new: Table) -> Table:
     return {part: {name: rows[part][name] for name in REGIMES[part] if name in rows[part]} for part in REGIMES if rows[part]}
 
 
-def source(device: str, about: str, new: Table) -> tuple[str, str]:
+def source(device: torch.device, about: str, new: Table) -> tuple[str, str]:
     """(file name, text) of the module; a former one keeps its names and its docstring, to which `about` is added."""
-    module = former(device)
+    device_name = tables.device_name(device)
+    module = tables.module_of(device_name)
     if module is None:
-        name, names, old = f"{slug(device)}.py", (device,), {}
-        doc = f"{device}: measured configurations, by kernel and regime (regimes.py), each with its evidence."
+        name, names, old = tables.file_name(device), tables.names_for(device), {}
+        doc = f"{device_name}: measured configurations.\n\nRows by kernel and regime (regimes.py), each with its evidence."
     else:
         name, names, old = Path(module.__file__).name, module.NAMES, module.TABLE
         doc = module.__doc__.strip()

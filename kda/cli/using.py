@@ -11,7 +11,9 @@ from kda import validation
 from kda.triton import chunk, configs, launch, walk
 
 # Of operations that launch several kernels, those that are left out for one to be timed alone.
-OTHERS = {"chunk_intra": (walk._walk, walk._combine), "chunk_walk": (chunk._intra,)}
+OTHERS = {
+    "chunk_intra": (walk._walk, walk._combine), "chunk_walk": (chunk._intra,), "chunk_combine": (chunk._intra, walk._walk),
+}  # fmt: skip
 
 
 @contextlib.contextmanager

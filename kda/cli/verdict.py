@@ -58,9 +58,10 @@ def best(by_candidate: Mapping[str, Ratios], count: int = FINAL) -> list[str]:
 
 
 def judge(candidate: Ratios, former: Ratios) -> Verdict:
-    """A candidate wins if it gains more than the spread of its samples and of the former's, and loses on no size."""
+    """A candidate wins if it gains more than the spread of its samples and of the former's, and loses on no size: by no more
+    than MARGIN there, and by no more than the spread."""
     noise = {size: max(spread(samples), spread(former[size])) for size, samples in candidate.items()}
     medians = {size: statistics.median(samples) for size, samples in candidate.items()}
     gain, widest = 1 - mean(candidate), max(noise.values())
-    loses = any(medians[size] > 1 + noise[size] for size in medians)
+    loses = any(medians[size] > 1 + min(noise[size], MARGIN) for size in medians)
     return Verdict(gain > max(widest, MARGIN) and not loses, gain, widest, medians)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kda tune` runs of an operation: a call to be timed, and a call from fresh states beside the oracle in fp64.
+"""Sizes that `kda tune` runs operations at, their inputs, and the recurrence and the convolution over them in fp64.
 
 Sizes are of GLM-5.3-Flash's kind: heads of equal key and value dims, a convolution over four tokens.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kda
 from kda.cli.check import BOUNDS, err, recurrence64
 
 W, LB, EPS = 4, -5.0, 1e-5
 ODD = (70, 33, 40)  # the most tokens of requests where results are checked: no multiples of a tile
+# Bytes of states that calls use in turn: more than caches hold, as a model's other layers come between two steps of one.
+COLD, MOST_SETS = 128 << 20, 256
 
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of each request, at `H` heads of `D`."""
+    """Tokens of each request, at `H` heads of `D`; `checked`: of each request's where results are checked, if not ODD."""
 
     H: int
     lens: tuple[int, ...]
@@ -32,21 +33,22 @@ class Work:
     bounded: bool = True
     state_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
+    checked: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         N = len(self.lens)
         tokens = f"{N} x {self.lens[0]}" if len(set(self.lens)) == 1 else f"{sum(self.lens)} in {N}"
-        return f"H={self.H} T={tokens}"
+        return f"H={self.H} T={tokens}" + (f" D={self.D}" if self.D > 128 else "")
 
     @property
     def bytes(self) -> int:
         """An upper bound of what a sweep keeps: states and outputs in copies, an error in fp64, tokens, scratch."""
-        return self.H * self.D * (len(self.lens) * self.D * 48 + sum(self.lens) * 60)
+        return self.H * self.D * (len(self.lens) * self.D * 48 + sum(self.lens) * 60) + 2 * COLD
 
     def short(self) -> Work:
         """As few tokens as an oracle in fp64 soon goes through, of the same code."""
-        return replace(self, lens=tuple(min(n, most) for n, most in zip(self.lens, ODD)))
+        return replace(self, lens=tuple(min(n, most) for n, most in zip(self.lens, self.checked or ODD)), checked=None)
 
 
 class Output(NamedTuple):
@@ -78,6 +80,8 @@ def wrong(outputs: list[Output]) -> str | None:
 
 
 def make(part: str, work: Work, device: torch.device) -> Case:
+    from kda.cli.cases import CASES
+
     return CASES[part](work, Tensors(work, device))
 
 
@@ -112,6 +116,21 @@ class Tensors:
     def conv_pool(self, columns: int = W - 1) -> Tensor:
         return self.randn(self.N + 1, columns, self.dim).transpose(1, 2)
 
+    def in_turn(self, *pools: Tensor) -> itertools.cycle:
+        """(slots, pools) of one set of states after the other, without end: copies of `pools` [N + 1, ..]."""
+        each = sum(pool[1:].numel() * pool.element_size() for pool in pools)
+        sets = min(-(-COLD // each), MOST_SETS)
+        copies = []
+        for pool in pools:
+            shape = (sets * self.N + 1, *pool.shape[1:])
+            copy = torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device=self.device)
+            copy[0] = pool[0]
+            for n in range(sets):
+                copy[1 + n * self.N : 1 + (n + 1) * self.N] = pool[1:]
+            copies.append(copy)
+        # Tensors of their own, as their addresses must be aligned alike.
+        return itertools.cycle([(self.slots + n * self.N, *copies) for n in range(sets)])
+
     def each(self, *tensors: Tensor) -> zip:
         """(n, rows of request n of each tensor)."""
         return enumerate(zip(*(x.split(self.work.lens) for x in tensors)))
@@ -137,157 +156,18 @@ class Tensors:
         return torch.cat(outputs), torch.stack(last)
 
 
+class Turns:
+    """Calls of `call(slots, *pools)` on sets of states of their own in turn (Tensors.in_turn), made when first called."""
+
+    def __init__(self, call: Callable, x: Tensors, *pools: Tensor) -> None:
+        self.call, self.x, self.pools, self.sets = call, x, pools, None
+
+    def __call__(self):
+        if self.sets is None:
+            self.sets = self.x.in_turn(*self.pools)
+        return self.call(*next(self.sets))
+
+
 def norm64(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     o = o.double() * (o.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     return o * weight.double() * gate.double().sigmoid()
-
-
-def chunk(work: Work, x: Tensors) -> Case:
-    qkv, g, beta = x.randn(x.T, x.dim), x.heads(), x.randn(x.T, work.H)
-    h0 = x.state_pool()[1:].float()
-    q, k, v = (part[None] for part in x.split(qkv))
-
-    def call():
-        return kda.chunk_kda_with_fused_gate(
-            q, k, v, g[None], beta[None], x.A_log, x.bias, initial_state=h0, output_final_state=True, cu_seqlens=x.cu,
-            use_qk_l2norm_in_kernel=True, sigmoid_beta=True, safe_gate=work.bounded, lower_bound=LB,
-        )  # fmt: skip
-
-    def outputs(oracle: bool) -> list[Output]:
-        o, state = call()
-        ref_o, ref_state = x.rule64(qkv, g, beta, h0) if oracle else (None, None)
-        return [Output("output", o[0], ref_o, x.bound[0]), Output("state", state, ref_state, x.bound[1])]
-
-    return Case(call, outputs)
-
-
-def recurrent(work: Work, x: Tensors) -> Case:
-    qkv, g, beta, pool = x.randn(x.T, x.dim), x.heads(), x.randn(x.T, work.H), x.state_pool()
-    q, k, v = (part[None] for part in x.split(qkv))
-
-    def call(pool=pool.clone()):
-        return kda.fused_recurrent_kda(
-            q, k, v, g[None], beta[None], initial_state=pool, use_qk_l2norm_in_kernel=True, cu_seqlens=x.cu,
-            ssm_state_indices=x.slots, sigmoid_beta=True, a_log=x.A_log, g_bias=x.bias, compute_gate=True,
-            lower_bound=x.lower_bound,
-        )  # fmt: skip
-
-    def outputs(oracle: bool) -> list[Output]:
-        states = pool.clone()
-        ref_o, ref_state = x.rule64(qkv, g, beta, states[x.slots]) if oracle else (None, None)
-        o, _ = call(states)
-        return [Output("output", o[0], ref_o, x.bound[0]), Output("state", states[x.slots], ref_state, x.bound[1])]
-
-    return Case(call, outputs)
-
-
-def decode(work: Work, x: Tensors) -> Case:
-    qkv, g, beta, gate = x.randn(x.N, x.dim), x.heads(), x.randn(x.N, work.H), x.heads()
-    conv, pool, norm = x.conv_pool(), x.state_pool(), x.randn(work.D, dtype=torch.float32)
-    out = torch.empty_like(gate)
-
-    def call(conv=conv.clone(), pool=pool.clone()):
-        return kda.kda_decode(qkv, g, beta, gate, conv, pool, x.slots, x.weight, x.A_log, x.bias, norm,
-                              lower_bound=x.lower_bound, eps=EPS, out=out)  # fmt: skip
-
-    def outputs(oracle: bool) -> list[Output]:
-        ref_o = ref_state = ref_conv = None
-        if oracle:
-            y, ref_conv = x.conv64(qkv, conv)
-            o, ref_state = x.rule64(y.to(work.dtype), g, beta, pool[x.slots])
-            ref_o = norm64(o, gate, norm)
-        history, states = conv.clone(), pool.clone()
-        o = call(history, states).clone()
-        return [Output("output", o, ref_o, x.bound[0]), Output("state", states[x.slots], ref_state, x.bound[1]),
-                Output("convolution state", history[x.slots], ref_conv, 0.0)]  # fmt: skip
-
-    return Case(call, outputs)
-
-
-def verify(work: Work, x: Tensors) -> Case:
-    """Windows of drafts, each committing the whole window before it."""
-    qkv, g, beta, gate = x.randn(x.T, x.dim), x.heads(), x.randn(x.T, work.H), x.heads()
-    window = max(work.lens)
-    conv, pool, norm = x.conv_pool(W - 1 + window), x.state_pool(), x.randn(work.D, dtype=torch.float32)
-    records = torch.zeros(x.N + 1, window, work.H, 3 * work.D, device=x.device)
-    none, whole, out = x.ints([0] * x.N), x.ints(list(work.lens)), torch.empty_like(gate)
-
-    def call(conv=conv.clone(), pool=pool.clone(), records=records.clone(), accepted=whole):
-        return kda.kda_verify(qkv, g, beta, gate, conv, pool, records, x.slots, x.cu, accepted, x.weight, x.A_log, x.bias,
-                              norm, lower_bound=x.lower_bound, eps=EPS, out=out)  # fmt: skip
-
-    def outputs(oracle: bool) -> list[Output]:
-        """Two windows of the same tokens, the second one on the first's records."""
-        refs, states = [None, None, None], pool[x.slots]
-        if oracle:
-            history, steps = conv, []
-            for _ in range(2):
-                y, last = x.conv64(qkv, history)
-                o, states = x.rule64(y.to(work.dtype), g, beta, states)
-                steps.append((norm64(o, gate, norm), states))
-                history = conv.clone()
-                history[x.slots, :, : W - 1] = last
-            refs = [steps[0][0], steps[1][0], steps[0][1]]
-        mine = conv.clone(), pool.clone(), torch.zeros_like(records)
-        first = call(*mine, none).clone()
-        second = call(*mine, whole).clone()
-        return [Output("output", first, refs[0], x.bound[0]), Output("output after a commit", second, refs[1], x.bound[0]),
-                Output("state", mine[1][x.slots], refs[2], x.bound[1])]  # fmt: skip
-
-    return Case(call, outputs)
-
-
-def conv_fwd(work: Work, x: Tensors) -> Case:
-    tokens, pool = x.randn(x.T, x.dim), x.conv_pool()
-    has = torch.ones(x.N, dtype=torch.bool, device=x.device)
-
-    def call(pool=pool.clone()):
-        return kda.causal_conv1d_fn(tokens.t(), x.weight, None, pool, x.cu, x.slots, has)
-
-    return Case(call, partial(_conv_outputs, call, x, tokens, pool))
-
-
-def conv_update(work: Work, x: Tensors) -> Case:
-    tokens, pool = x.randn(x.T, x.dim), x.conv_pool()
-    window = max(work.lens)
-    rows = tokens if window == 1 else tokens.view(x.N, window, x.dim).transpose(1, 2)
-
-    def call(pool=pool.clone()):
-        return kda.causal_conv1d_update(rows, pool, x.weight, activation="silu", conv_state_indices=x.slots)
-
-    def flat(pool):
-        y = call(pool)
-        return y.t() if window == 1 else y.transpose(1, 2).reshape(x.T, x.dim).t()
-
-    return Case(call, partial(_conv_outputs, flat, x, tokens, pool))
-
-
-def _conv_outputs(call, x: Tensors, tokens: Tensor, pool: Tensor, oracle: bool) -> list[Output]:
-    ref, last = x.conv64(tokens, pool) if oracle else (None, None)
-    history = pool.clone()
-    y = call(history).t()
-    return [Output("output", y, ref, x.bound[0]), Output("convolution state", history[x.slots], last, 0.0)]
-
-
-def norm(work: Work, x: Tensors) -> Case:
-    o, gate, weight = x.heads(), x.heads(), x.randn(work.D, dtype=torch.float32)
-
-    def call():
-        return kda.rms_norm_gated(o, gate, weight, None, activation="sigmoid", eps=EPS)
-
-    def outputs(oracle: bool) -> list[Output]:
-        return [Output("output", call(), norm64(o, gate, weight) if oracle else None, x.bound[0])]
-
-    return Case(call, outputs)
-
-
-CASES: dict[str, Callable[[Work, Tensors], Case]] = {
-    "chunk_intra": chunk,
-    "chunk_walk": chunk,
-    "kda_decode": decode,
-    "kda_verify": verify,
-    "fused_recurrent": recurrent,
-    "causal_conv1d_fwd": conv_fwd,
-    "causal_conv1d_update": conv_update,
-    "rms_norm_gated": norm,
-}

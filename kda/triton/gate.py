@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kda.triton import configs
+from kda.triton.launch import Launch
 from kda.triton.tiles import log_decay
 
 
@@ -43,14 +44,20 @@ def kda_gate_kernel(
         tl.store(y + t * HV * K, decay, mask=mask)
 
 
-def fused_kda_gate(g, A_log, g_bias, beta, threshold, lower_bound):
+_launch = Launch(kda_gate_kernel)
+
+
+def fused_kda_gate(g, A_log, g_bias, beta, threshold, lower_bound, seen=None):
     """[B, T, HV, K] raw gate -> fp32 log decay of the same shape, contiguous."""
     B, T, HV, K = g.shape
-    y = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    config = configs.pick("fused_kda_gate", T=T, HV=HV, K=K)
-    kda_gate_kernel[(B * triton.cdiv(T, config["BT"]) * triton.cdiv(HV, config["BH"]),)](
-        g, A_log, g_bias, y, T, HV, K, *g.stride()[:3], float(beta), float(threshold),
-        0.0 if lower_bound is None else float(lower_bound),
+    y = torch.empty_like(g, dtype=torch.float32, memory_format=torch.contiguous_format)
+    tensors = (g, A_log, g_bias, y)
+    if _launch.again(seen, tensors):
+        return y
+    config = configs.pick("fused_kda_gate", T=T, HV=HV, K=K, device=g.device)
+    _launch(
+        seen, B * triton.cdiv(T, config["BT"]) * triton.cdiv(HV, config["BH"]), tensors,
+        (T, HV, K, *g.stride()[:3], float(beta), float(threshold), 0.0 if lower_bound is None else float(lower_bound)),
         BOUNDED=lower_bound is not None, BK=triton.next_power_of_2(K), **config,
     )  # fmt: skip
     return y

@@ -71,6 +71,11 @@ def rdna(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is not None and _warp_size(device) == 32
 
 
+def _lane_products(device: torch.device) -> bool:
+    """RDNA2 has no matrix instructions: products of tiles are done in vector registers, lane by lane."""
+    return rdna(device) and getattr(torch.cuda.get_device_properties(device), "gcnArchName", "").startswith("gfx10")
+
+
 def fp32_products(device: torch.device) -> str:
     """How fp32 operands enter a product and stay fp32: three TF32 products on NVIDIA's tensor cores."""
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
@@ -86,10 +91,14 @@ def _chunk(
             intra["num_warps"] = 2
             if device.type == "cuda" and torch.version.hip is None:
                 intra["maxnreg"] = 128
-        large = _large_shared_memory(device)
+        large, parts, BV, walk = _large_shared_memory(device), 1 if device.type == "cpu" else 2, 64, 4
+        if rdna(device):  # of 64 channels at once the compiler spills 130 to 280 registers a lane, of 32 up to 20
+            parts = 4
+        if _lane_products(device):
+            intra["num_warps"], BV, walk = 4, 32, 8
         return cfg | {
-            "BV": min(next_power_of_2(V), 64), "PARTS": 1 if device.type == "cpu" else 2, "PIECES": 3 if large else 1,
-            "intra": intra, "walk": {"num_warps": 4, "num_stages": 4 if large else 1 if rdna(device) else 2},
+            "BV": min(next_power_of_2(V), BV), "PARTS": parts, "PIECES": 3 if large else 1,
+            "intra": intra, "walk": {"num_warps": walk, "num_stages": 4 if large else 1 if rdna(device) else 2},
         }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
@@ -114,12 +123,14 @@ def _speculative(K: int, V: int, itemsize: int, device: torch.device, **_) -> di
     cfg = _decode(K=K, V=V, itemsize=4, device=device)
     KI = cfg["KI"] if device.type == "cpu" else min(next_power_of_2(K), 128 // itemsize)
     BV = min(cfg["BV"], 64) if device.type == "cpu" else cfg["BV"]
-    return {"BV": BV, "KI": KI, "num_warps": cfg["num_warps"], "num_stages": 1}
+    warps = cfg["num_warps"] * (2 if rdna(device) else 1)  # a window's rows beside the state are too much for RDNA's lanes
+    return {"BV": BV, "KI": KI, "num_warps": warps, "num_stages": 1}
 
 
-def _conv_fwd(dim: int, **_) -> dict:
-    # BT >= W - 1: only the program of a sequence's first chunk touches its conv state.
-    return {"BT": 32, "BD": min(next_power_of_2(dim), 128), "num_warps": 4}
+def _conv_fwd(dim: int, device: torch.device, **_) -> dict:
+    # BT >= W - 1: only the program of a sequence's first chunk touches its conv state. A lane takes 8 channels, 16 bytes.
+    BT, BD = (8, 64) if device.type == "cpu" else (16, 256)
+    return {"BT": BT, "BD": min(next_power_of_2(dim), BD), "num_warps": 1}
 
 
 def _conv_update(dim: int, window: int, **_) -> dict:
@@ -137,12 +148,8 @@ def _norm(D: int, device: torch.device, **_) -> dict:
     return {"BR": min(2048 // BD, 64), "BD": BD, "PRECISION": fp32_products(device), "num_warps": 4}
 
 
-def _cut(entries: int, **_) -> dict:
-    return {"B": min(next_power_of_2(entries), 256), "num_warps": 4}
-
-
-def _keep_conv(dim: int, **_) -> dict:
-    return {"BD": min(next_power_of_2(dim), 256), "num_warps": 2}
+def _checkpoints(entries: int, dim: int, **_) -> dict:
+    return {"B": min(next_power_of_2(entries), 256), "BD": min(next_power_of_2(dim), 512), "num_warps": 4}
 
 
 def _states(size: int, **_) -> dict:
@@ -155,8 +162,7 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
     "fused_kda_gate": _gate,
     "rms_norm_gated": _norm,
     "states": _states,
-    "cut": _cut,
-    "keep_conv": _keep_conv,
+    "checkpoints": _checkpoints,
     "chunk": _chunk,
     "chunk_combine": _chunk_combine,
     "fused_recurrent": _recurrent,
@@ -182,13 +188,32 @@ def pick(kernel: str, **shape) -> dict:
             regime = regimes.find(part, shape)
             row = measured[part].get(regime)
             if row is not None:
-                stale = row.config.keys() - chosen.keys() - OPTIONS
-                if stale:
+                unknown = row.config.keys() - chosen.keys() - OPTIONS
+                if unknown:
                     raise ValueError(
-                        f"the table of {table.device_name(shape['device'])} in kda/triton/configs/ is of another version: {part}, "
-                        f"{regime} has {', '.join(sorted(stale))}, which this kernel does not take; tune again or remove the row"
+                        f"the table of {table.device_name(shape['device'])} in kda/triton/configs/ is of another version: "
+                        f"{part}, {regime} has {', '.join(sorted(unknown))}, which this kernel does not take; remove the row and "
+                        "tune again"
                     )
                 chosen = chosen | row.config
         if part in overrides:
             chosen = chosen | overrides[part]
     return chosen
+
+
+# Some shape that every default can answer for.
+_ANY = dict(
+    N=1, HV=64, K=128, V=128, D=128, T=8192, dim=24576, window=1, size=1, entries=1, itemsize=4, dtype=torch.bfloat16
+)  # fmt: skip
+
+
+def stale(device: torch.device) -> list[str]:
+    """Rows of the device's table that are of another version, each with what this one does not know about it."""
+    kernels, found = {part: kernel for kernel in DEFAULTS for part in regimes.parts(kernel)}, []
+    for part, rows in table.of(device).items():
+        for regime, row in rows.items():
+            if regime not in regimes.REGIMES.get(part, {}):
+                found.append(f"{part}, {regime} is no regime")
+            elif unknown := row.config.keys() - DEFAULTS[kernels[part]](**_ANY, device=device).keys() - OPTIONS:
+                found.append(f"{part}, {regime} has {', '.join(sorted(unknown))}")
+    return found

@@ -7,6 +7,9 @@ kernels of their own, or regimes of their own where they share one.
 
 No regime of `kda_decode`, `kda_verify`, `kda_commit`, `fused_recurrent` and `rms_norm_gated` looks at how many requests or
 rows there are: a request gives the same bits alone and among others.
+
+Not here: `states` (gather and scatter copy rows, at the bandwidth of memory with any tile of some KiB) and `checkpoints`
+(a launch of a few microseconds in a prefill with checkpoints), which keep their defaults.
 """
 from __future__ import annotations
 
@@ -43,6 +46,8 @@ REGIMES: dict[str, dict[str, Callable[..., bool]]] = {
         "bf16, 128 x 128, few heads": lambda N, HV, **shape: N * HV < MANY_HEADS and _half(**shape),
         "64 x 64": _square(64),
     },
+    # One launch a prefill of few heads and long sequences; of K and V it takes 128 and 256, with one configuration.
+    "chunk_combine": {"segments of long sequences": lambda **_: True},
     "kda_decode": _BY_STATES,
     "kda_verify": _BY_STATES,
     "kda_commit": _BY_STATES,
@@ -56,6 +61,10 @@ REGIMES: dict[str, dict[str, Callable[..., bool]]] = {
         "windows of 2 to 8": lambda dim, window, **_: dim >= 256 and 1 < window <= 8,
     },
     "rms_norm_gated": {"128": lambda D, **_: D == 128},
+    "fused_kda_gate": {
+        "K of 128, to 1,024 tokens": lambda K, T, **_: K == 128 and T <= 1024,
+        "K of 128, more tokens": lambda K, T, **_: K == 128 and T > 1024,
+    },
 }
 
 # The chunk rule has one configuration for two kernels, which are tuned and looked up apart.
