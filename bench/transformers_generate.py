@@ -7,8 +7,8 @@
 Random weights; layers as GLM-5.3-Flash has them, three of KDA (heads of 128) and one of sparse attention in turn, a
 mixture of experts behind each but the first three. The two models share their weights and take turns; medians. `prefill`
 is the prompts up to the first new token, `decode` the tokens after it, both of the whole model; `layer` is one KDA layer
-alone. transformers runs its PyTorch code: flash-linear-attention is hidden from it. Writes
-DIR/transformers_generate.json row by row.
+alone with the prompts, `step` with the next token. transformers runs its PyTorch code: flash-linear-attention is hidden from
+it. Writes DIR/transformers_generate.json row by row.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 import argparse  # noqa: E402
 import copy  # noqa: E402
-import statistics  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -29,7 +29,8 @@ from torch import Tensor, nn  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import kda  # noqa: E402
-from common import Results, side_by_side_ms  # noqa: E402
+from kda.cli.bench import measure  # noqa: E402
+from kda.cli.bench.rows import Results, Row, machine  # noqa: E402
 from kda.cli.check import err, in_pytorch  # noqa: E402
 from kda.drop_in import transformers as drop_in  # noqa: E402
 
@@ -80,6 +81,18 @@ def generate_ms(model: nn.Module, ids: Tensor, new: int) -> tuple[float, float]:
     return clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1]
 
 
+def steps(layers: dict[str, nn.Module], config, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The layers' next token after the prompts x [batch, T, hidden], over and over."""
+    from transformers.cache_utils import DynamicCache
+
+    def step(layer: nn.Module) -> Callable[[], Tensor]:
+        cache, token = DynamicCache(config=config), x[:, :1].clone()
+        layer(x, cache=cache)
+        return lambda: layer(token, cache=cache)
+
+    return {name: step(layer) for name, layer in layers.items()}
+
+
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -93,23 +106,37 @@ def main() -> int:
     opts = parser.parse_args()
 
     pair = models(opts.layers, getattr(torch, opts.dtype))
-    results = Results(
-        opts.out / "transformers_generate.json", command=sys.argv, backend=kda.backend_for("cpu"), text=TEXT,
+    about = machine() | dict(
+        kind="cpu", command=" ".join(sys.argv), threads=torch.get_num_threads(), backend=kda.backend_for("cpu"), text=TEXT,
         layers=opts.layers, dtype=opts.dtype, prompt=opts.prompt, new=opts.new,
         parameters=sum(p.numel() for p in pair["kda"].parameters()),
-    )
-    print(f"{results.data['machine']['cpu']}, {torch.get_num_threads()} threads; {kda.why('cpu')}", flush=True)
+    )  # fmt: skip
+    results = Results(opts.out, about, (), fresh=True, file="transformers_generate.json")
+    print(f"{about['cpu']}, {torch.get_num_threads()} threads; {kda.why('cpu')}", flush=True)
 
-    def add(part: str, batch: int, tokens: int, ms: dict[str, float]) -> None:
+    def add(part: str, batch: int, tokens: int, ms: dict[str, dict[str, float]]) -> None:
+        results.add(Row(part, f"batch {batch}", dict(N=batch, T=tokens), ms))
         for name, t in ms.items():
-            rate, ratio = tokens / t * 1e3, ms["transformers"] / t
-            line = f"{part:8} batch {batch:2}: {name:13} {t:9.1f} ms {rate:10,.0f} tokens/s {ratio:6.2f}x transformers"
-            results.add(part, line, name=name, batch=batch, tokens=tokens, ms=t, tokens_per_s=rate, over_transformers=ratio)
+            rate, ratio = tokens / t["ms"] * 1e3, ms["transformers"]["ms"] / t["ms"]
+            print(f"{part:8} batch {batch:2}: {name:13} {t['ms']:9.1f} ms {rate:10,.0f} tokens/s {ratio:6.2f}x transformers",
+                  flush=True)  # fmt: skip
+
+    def in_turn(calls: dict[str, Callable[[], Tensor]], runs: int) -> dict[str, dict[str, float]]:
+        """Spreads of calls that take turns."""
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for run in range(runs + 1):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call()
+                if run > 0:  # the first one warms up
+                    samples[name].append(1e3 * (time.perf_counter() - begin))
+        return {name: measure.spread(ts) for name, ts in samples.items()}
 
     ids = torch.randint(1, TEXT["vocab_size"], (2, min(opts.prompt, 128)))
     exact = {name: copy.deepcopy(model).float() for name, model in pair.items()}
     difference = err(*(model(ids).logits for model in exact.values()))
-    results.add("check", f"in fp32 the logits of the two differ by {difference:.1e}", difference=difference)
+    print(f"in fp32 the logits of the two differ by {difference:.1e}", flush=True)
+    results.about["difference"] = difference
     del exact
     for batch in opts.batch:
         ids = torch.randint(1, TEXT["vocab_size"], (batch, opts.prompt))
@@ -119,13 +146,15 @@ def main() -> int:
                 measured = generate_ms(model, ids, opts.new)
                 if run > 0:  # the first one warms up
                     times[name].append(measured)
-        first, rest = ({name: statistics.median(t[i] for t in ts) for name, ts in times.items()} for i in (0, 1))
+        first, rest = ({name: measure.spread([t[i] for t in ts]) for name, ts in times.items()} for i in (0, 1))
         add("prefill", batch, batch * opts.prompt, first)
         add("decode", batch, batch * (opts.new - 1), rest)
         x = torch.randn(batch, opts.prompt, TEXT["hidden_size"], dtype=pair["kda"].dtype)
         layers = {name: model.model.language_model.layers[0].self_attn for name, model in pair.items()}
-        add("layer", batch, batch * opts.prompt, side_by_side_ms(
-            {name: (lambda layer=layer: layer(x)) for name, layer in layers.items()}, opts.runs))
+        whole = {name: (lambda layer=layer: layer(x)) for name, layer in layers.items()}
+        add("layer", batch, batch * opts.prompt, in_turn(whole, opts.runs))
+        config = pair["kda"].config.get_text_config()
+        add("step", batch, batch, in_turn(steps(layers, config, x), 20 * opts.runs))
     return 0
 
 

@@ -3,7 +3,7 @@
 
 The public names are resolved on first use: `import kda` imports neither Triton nor a backend.
 """
-import importlib
+from kda.lazy import names as _names
 
 __version__ = "0.1.0"
 
@@ -29,15 +29,4 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'kda' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"kda.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _names(__name__, _HOME)

@@ -73,23 +73,7 @@ def kda_decode(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([3, 2, 32]), [2, 5, 7])
     """
-    seen = check.seen(
-        "kda_decode", qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias,
-        norm_weight, conv_bias, scale, lower_bound, activation, eps, out,
-    )  # fmt: skip
-    if not seen.checked:
-        _check_decode(
-            qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias,
-            norm_weight, conv_bias, lower_bound, activation,
-        )  # fmt: skip
-        check.output(out, out_gate.shape, qkv.dtype, qkv)
-        seen.checked = True
-    if out is not None:
-        check.apart(
-            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
-            ssm_state_indices=ssm_state_indices, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
-            norm_weight=norm_weight, conv_bias=conv_bias,
-        )  # fmt: skip
+    seen = check.once(_check_decode, locals())
     return call(
         "decode", "kda_decode", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias,
@@ -97,15 +81,14 @@ def kda_decode(
     )  # fmt: skip
 
 
-def _check_decode(
-    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, A_log, g_bias, norm_weight,
-    conv_bias, lower_bound, activation,
-) -> None:  # fmt: skip
-    N = check_layer_tokens(
-        qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
-        activation,
-    )  # fmt: skip
-    check.slots("ssm_state_indices", ssm_state_indices, N, min(ssm_state.shape[0], conv_state.shape[0]), qkv)
+def _check_decode(ssm_state_indices, out, **layer) -> None:
+    N, slots = check_layer_tokens(**layer), min(len(layer["ssm_state"]), len(layer["conv_state"]))
+    check.slots("ssm_state_indices", ssm_state_indices, N, slots, layer["qkv"])
+    _check_out(out, **layer)
+
+
+def _check_out(out, qkv, out_gate, **_) -> None:
+    check.output(out, out_gate.shape, qkv.dtype, qkv)
 
 
 def _key_heads(name: str, what: str, dim: int, HV: int, K: int, V: int) -> int:
@@ -128,7 +111,7 @@ def layer_rule(K, A_log, g_bias, norm_weight, scale, lower_bound, eps, activatio
 
 def check_layer_tokens(
     qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
-    activation,
+    activation, **_,
 ) -> int:  # fmt: skip
     """Checks what `kda_decode`, `kda_prefill` and `kda_verify` have alike; returns the number of tokens."""
     N, dim = check.tokens("qkv", qkv, ("N", "dim"), check.ACTIVATIONS).shape
@@ -217,25 +200,7 @@ def kda_prefill(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([70, 2, 32]), [2, 5, 7])
     """
-    seen = check.seen(
-        "kda_prefill", qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens,
-        has_initial_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, scale, lower_bound, activation, eps,
-        checkpoint_offsets, checkpoint_indices, out,
-    )  # fmt: skip
-    if not seen.checked:
-        _check_prefill(
-            qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-            conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound, activation, checkpoint_offsets,
-            checkpoint_indices,
-        )  # fmt: skip
-        check.output(out, out_gate.shape, qkv.dtype, qkv)
-        seen.checked = True
-    if out is not None:
-        check.apart(
-            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
-            ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens, conv_weight=conv_weight, A_log=A_log,
-            g_bias=g_bias, norm_weight=norm_weight, conv_bias=conv_bias,
-        )  # fmt: skip
+    seen = check.once(_check_prefill, locals())
     return call(
         "prefill", "kda_prefill", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
@@ -245,16 +210,10 @@ def kda_prefill(
 
 
 def _check_prefill(
-    qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
-    A_log, g_bias, norm_weight, conv_bias, lower_bound, activation, checkpoint_offsets, checkpoint_indices,
+    ssm_state_indices, cu_seqlens, has_initial_state, checkpoint_offsets, checkpoint_indices, out, **layer
 ) -> None:  # fmt: skip
-    T = check_layer_tokens(
-        qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
-        activation,
-    )  # fmt: skip
-    if cu_seqlens is None:
-        check.refuse("cu_seqlens", "None", "N + 1 offsets")
-    N, pool = check.sequences(cu_seqlens, 1, T, qkv), min(ssm_state.shape[0], conv_state.shape[0])
+    T, qkv = check_layer_tokens(**layer), layer["qkv"]
+    N, pool = _packed(cu_seqlens, T, qkv), min(len(layer["ssm_state"]), len(layer["conv_state"]))
     check.slots("ssm_state_indices", ssm_state_indices, N, pool, qkv)
     if has_initial_state is not None:
         check.flags("has_initial_state", has_initial_state, N, qkv)
@@ -265,6 +224,14 @@ def _check_prefill(
     if checkpoint_offsets is not None:
         check.vector("checkpoint_offsets", checkpoint_offsets, None, check.INDICES, qkv)
         check.slots("checkpoint_indices", checkpoint_indices, checkpoint_offsets.numel(), pool, qkv)
+    _check_out(out, **layer)
+
+
+def _packed(cu_seqlens, T: int, like: Tensor) -> int:
+    """How many sequences T tokens are."""
+    if cu_seqlens is None:
+        check.refuse("cu_seqlens", "None", "N + 1 offsets")
+    return check.sequences(cu_seqlens, 1, T, like)
 
 
 @operation(library.like("qkv", shape="out_gate"), mutates=("conv_state", "ssm_state", "records"))
@@ -336,39 +303,24 @@ def kda_verify(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([7, 2, 32]), [2, 5])
     """
-    seen = check.seen(
-        "kda_verify", qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens,
-        num_accepted_tokens, conv_weight, A_log, g_bias, norm_weight, conv_bias, scale, lower_bound, activation, eps, out,
-    )  # fmt: skip
-    if not seen.checked:
-        T = check_layer_tokens(
-            qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias,
-            lower_bound, activation,
-        )  # fmt: skip
-        if cu_seqlens is None:
-            check.refuse("cu_seqlens", "None", "N + 1 offsets")
-        N = check.sequences(cu_seqlens, 1, T, qkv)
-        window = check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, qkv)
-        if conv_state.shape[2] != conv_weight.shape[1] - 1 + window:
-            wanted = f"{conv_weight.shape[1] - 1} + {window}, for a window of {window}"
-            check.refuse("conv_state", f"{conv_state.shape[2]} columns", wanted)
-        if check.checking() and N and int(cu_seqlens.diff().max()) > window:
-            check.refuse("cu_seqlens", f"a row of {int(cu_seqlens.diff().max())} tokens", f"{window} or fewer (KDA_CHECK)")
-        check.output(out, out_gate.shape, qkv.dtype, qkv)
-        seen.checked = True
-    if out is not None:
-        check.apart(
-            out, seen, qkv=qkv, raw_g=raw_g, beta=beta, out_gate=out_gate, conv_state=conv_state, ssm_state=ssm_state,
-            records=records, ssm_state_indices=ssm_state_indices, cu_seqlens=cu_seqlens,
-            num_accepted_tokens=num_accepted_tokens, conv_weight=conv_weight, A_log=A_log, g_bias=g_bias,
-            norm_weight=norm_weight, conv_bias=conv_bias,
-        )  # fmt: skip
+    seen = check.once(_check_verify, locals())
     return call(
         "speculative", "kda_verify", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
         conv_weight, conv_bias, *layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation),
         out, seen=seen,
     )  # fmt: skip
+
+
+def _check_verify(records, ssm_state_indices, cu_seqlens, num_accepted_tokens, out, **layer) -> None:
+    T, qkv, conv_state = check_layer_tokens(**layer), layer["qkv"], layer["conv_state"]
+    N, past = _packed(cu_seqlens, T, qkv), layer["conv_weight"].shape[1] - 1
+    window = check_draft(conv_state, layer["ssm_state"], records, ssm_state_indices, num_accepted_tokens, N, qkv)
+    if conv_state.shape[2] != past + window:
+        check.refuse("conv_state", f"{conv_state.shape[2]} columns", f"{past} + {window}, for a window of {window}")
+    if check.checking() and N and int(cu_seqlens.diff().max()) > window:
+        check.refuse("cu_seqlens", f"a row of {int(cu_seqlens.diff().max())} tokens", f"{window} or fewer (KDA_CHECK)")
+    _check_out(out, **layer)
 
 
 @operation(library.nothing, mutates=("conv_state", "ssm_state"))
@@ -397,26 +349,27 @@ def kda_commit(
         >>> conv_state[2, 0, :3].tolist(), ssm_state[:, 0, 0, 0].tolist()
         ([3.0, 4.0, 5.0], [0.0, 0.0, 3.0])
     """
-    seen = check.seen("kda_commit", conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens)
-    if not seen.checked:
-        if num_accepted_tokens is None:
-            check.refuse("num_accepted_tokens", "None", "N counts")
-        HV, V, K = check.tensor("ssm_state", ssm_state, ("slots", "HV", "V", "K"), check.STATES).shape[1:]
-        for size in (K, V):
-            check.head_dim("ssm_state", size)
-        check.states("ssm_state", ssm_state, None, HV, V, K, ssm_state)
-        dim = check.tensor("conv_state", conv_state, ("slots", "dim", "columns"), check.ACTIVATIONS, ssm_state).shape[1]
-        _key_heads("conv_state", "channels", dim, HV, K, V)
-        N = len(ssm_state_indices) if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
-        window = check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
-        check.conv_states("conv_state", conv_state, dim, check.CONV_WIDTHS.start - 1 + window, ssm_state)
-        if conv_state.shape[2] + 1 - window not in check.CONV_WIDTHS:
-            check.refuse("conv_state", f"{conv_state.shape[2]} columns", f"W - 1 + {window}, W from 2 to 8")
-        seen.checked = True
+    seen = check.once(_check_commit, locals())
     call(
         "speculative", "kda_commit", ssm_state.device,
         conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, seen=seen,
     )  # fmt: skip
+
+
+def _check_commit(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens) -> None:
+    if num_accepted_tokens is None:
+        check.refuse("num_accepted_tokens", "None", "N counts")
+    HV, V, K = check.tensor("ssm_state", ssm_state, ("slots", "HV", "V", "K"), check.STATES).shape[1:]
+    for size in (K, V):
+        check.head_dim("ssm_state", size)
+    check.states("ssm_state", ssm_state, None, HV, V, K, ssm_state)
+    dim = check.tensor("conv_state", conv_state, ("slots", "dim", "columns"), check.ACTIVATIONS, ssm_state).shape[1]
+    _key_heads("conv_state", "channels", dim, HV, K, V)
+    N = len(ssm_state_indices) if isinstance(ssm_state_indices, Tensor) and ssm_state_indices.dim() else 0
+    window = check_draft(conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, N, ssm_state)
+    check.conv_states("conv_state", conv_state, dim, check.CONV_WIDTHS.start - 1 + window, ssm_state)
+    if conv_state.shape[2] + 1 - window not in check.CONV_WIDTHS:
+        check.refuse("conv_state", f"{conv_state.shape[2]} columns", f"W - 1 + {window}, W from 2 to 8")
 
 
 def check_draft(

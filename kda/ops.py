@@ -26,10 +26,8 @@ def _only_hints(kwargs: dict) -> None:
         raise TypeError(f"got unexpected keyword arguments: {', '.join(unknown)}")
 
 
-def _silu(activation: bool | str | None) -> bool:
-    if activation not in (None, True, False, "silu", "swish"):
-        check.refuse("activation", repr(activation), "'silu', 'swish', True, False or None")
-    return bool(activation)
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 @operation(library.like("x"), mutates=("conv_states",))
@@ -72,11 +70,18 @@ def causal_conv1d_fn(
         >>> kda.causal_conv1d_fn(x, torch.randn(48, 4), None, states, starts, cache_indices=slots).shape
         torch.Size([48, 5])
     """
+    del metadata, validate_data
+    seen = check.once(_check_conv, locals())
+    return call(
+        "conv", "causal_conv1d_fn", x.device,
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, bool(activation),
+        (pad_slot_id, null_block_id or 0), seen=seen,
+    )  # fmt: skip
+
+
+def _check_conv(x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, **_) -> None:
     dim, T = check.tensor("x", x, ("dim", "T"), check.ACTIVATIONS).shape
-    if check.overlaps_itself(x):
-        check.refuse("x", f"strides {x.stride()}", "elements that do not overlap")
-    silu = _silu(activation)
-    W = check.conv_weights(weight, bias, dim, x)
+    W = _check_conv_weights(x, dim, weight, bias, activation)
     if query_start_loc is None:
         check.refuse("query_start_loc", "None", "N + 1 offsets")
     N = check.sequences(query_start_loc, 1, T, x, "query_start_loc")
@@ -90,11 +95,15 @@ def causal_conv1d_fn(
         check.refuse("conv_states", "None", "a tensor, beside `cache_indices` or `has_initial_state`")
     if has_initial_state is not None:
         check.flags("has_initial_state", has_initial_state, N, x)
-    return call(
-        "conv", "causal_conv1d_fn", x.device,
-        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, silu,
-        (pad_slot_id, null_block_id or 0),
-    )  # fmt: skip
+
+
+def _check_conv_weights(x, dim: int, weight, bias, activation) -> int:
+    """Checks what both convolutions have alike; returns W."""
+    if check.overlaps_itself(x):
+        check.refuse("x", f"strides {x.stride()}", "elements that do not overlap")
+    if activation not in (None, True, False, "silu", "swish"):
+        check.refuse("activation", repr(activation), "'silu', 'swish', True, False or None")
+    return check.conv_weights(weight, bias, dim, x)
 
 
 @operation(library.like("x"), mutates=("conv_state",))
@@ -136,16 +145,29 @@ def causal_conv1d_update(
         >>> kda.causal_conv1d_update(torch.randn(2, 48), state, torch.randn(48, 4), activation="silu").shape
         torch.Size([2, 48])
     """
+    del validate_data
+    seen = check.once(_check_conv_update, locals())
+    single = x.dim() == 2 and query_start_loc is None
+    y = call(
+        "conv", "causal_conv1d_update", x.device,
+        x.unsqueeze(-1) if single else x, conv_state, weight, bias, bool(activation), conv_state_indices,
+        num_accepted_tokens, query_start_loc, (null_block_id or 0,),
+        out.unsqueeze(-1) if single and out is not None else out, seen=seen,
+    )  # fmt: skip
+    return out if out is not None else y.squeeze(-1) if single else y
+
+
+def _check_conv_update(
+    x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, max_query_len, out,
+    **_,
+) -> None:  # fmt: skip
     check.tensor("x", x, None, check.ACTIVATIONS)
     packed = query_start_loc is not None
     if x.dim() not in ((2,) if packed else (2, 3)):
         accepted = "[num_tokens, dim]" if packed else "[batch, dim] or [batch, dim, seqlen]"
         check.refuse("x", f"shape {list(x.shape)}", accepted)
-    if check.overlaps_itself(x):
-        check.refuse("x", f"strides {x.stride()}", "elements that do not overlap")
-    silu = _silu(activation)
     dim = x.shape[1]
-    W = check.conv_weights(weight, bias, dim, x)
+    W = _check_conv_weights(x, dim, weight, bias, activation)
     batch, longest = (x.shape[0], 1 if x.dim() == 2 else x.shape[2])
     if packed:
         if conv_state_indices is None:
@@ -161,14 +183,7 @@ def causal_conv1d_update(
         check.refuse("conv_state", f"{conv_state.shape[0]} rows", f"at least {batch}, one a row of `x`")
     if num_accepted_tokens is not None:
         check.vector("num_accepted_tokens", num_accepted_tokens, batch, check.INDICES, x)
-    check.output(out, x.shape, x.dtype, x, last_dim=False, x=x, conv_state=conv_state, weight=weight, bias=bias)
-    single = not packed and x.dim() == 2
-    y = call(
-        "conv", "causal_conv1d_update", x.device,
-        x.unsqueeze(-1) if single else x, conv_state, weight, bias, silu, conv_state_indices, num_accepted_tokens,
-        query_start_loc, (null_block_id or 0,), out.unsqueeze(-1) if single and out is not None else out,
-    )  # fmt: skip
-    return out if out is not None else y.squeeze(-1) if single else y
+    check.output(out, x.shape, x.dtype, x, last_dim=False)
 
 
 @operation(library.gate)
@@ -202,21 +217,32 @@ def fused_kda_gate(
         >>> kda.fused_kda_gate(torch.randn(7, 4 * 32), torch.zeros(4), 32, safe_gate=True).shape
         torch.Size([7, 4, 32])
     """
+    seen = check.once(_check_gate, locals())
+    H, K = g.shape[-1] // head_k_dim, head_k_dim
+
+    def views() -> list[Tensor | None]:
+        rows = check.common_rows("g", [g], 2)[0]
+        return [rows.unflatten(-1, (H, K)), A.view(H), None if g_bias is None else g_bias.view(H, K)]
+
+    y = call(
+        "gate", "fused_kda_gate", g.device,
+        *seen.views((g, A, g_bias), views), beta, threshold,
+        (-5.0 if lower_bound is None else float(lower_bound)) if safe_gate else None, seen=seen,
+    )  # fmt: skip
+    return y.view(*g.shape[:-1], H, K)
+
+
+def _check_gate(g, A, head_k_dim, g_bias, beta, safe_gate, lower_bound, **_) -> None:
     check.strided("g", check.tensor("g", g, None, check.ACTIVATIONS))
     K = head_k_dim
     if g.dim() < 1 or not isinstance(K, int) or K < 1 or g.shape[-1] % K:
         check.refuse("g", f"shape {list(g.shape)} beside head_k_dim={K}", "[..., H * head_k_dim]")
     H = g.shape[-1] // K
-    A, g_bias = check.gate_parameters(A, g_bias, H, H, K, g, names=("A", "g_bias"))
+    check.gate_parameters(A, g_bias, H, H, K, g, names=("A", "g_bias"))
     if not beta > 0:
         check.refuse("beta", beta, "a positive number")
-    rows = check.common_rows("g", [g], 2)[0]
-    y = call(
-        "gate", "fused_kda_gate", g.device,
-        rows.unflatten(-1, (H, K)), A, g_bias, beta, threshold,
-        check.bound(-5.0 if lower_bound is None else lower_bound) if safe_gate else None,
-    )  # fmt: skip
-    return y.view(*g.shape[:-1], H, K)
+    if safe_gate and lower_bound is not None:
+        check.bound(lower_bound)
 
 
 @operation(library.output_and_final_state)
@@ -262,10 +288,24 @@ def chunk_kda(
         (torch.Size([1, 40, 2, 32]), torch.Size([1, 2, 32, 32]))
     """
     _only_hints(kwargs)
-    return _chunk(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, sigmoid_beta,
-        None, None, None, out,
+    del kwargs
+    seen = check.once(_check_chunk, locals())
+    return call(
+        "chunk", "chunk_kda", q.device,
+        q, k, v, g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel,
+        sigmoid_beta, None, None, None, out, seen=seen,
     )  # fmt: skip
+
+
+def _check_chunk(
+    q, k, v, g, beta, initial_state, cu_seqlens, out, A_log=None, g_bias=None, g_name: str = "g", **_
+) -> None:  # fmt: skip
+    _, _, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=False, g_name=g_name)
+    if A_log is not None:
+        check.gate_parameters(A_log, g_bias, H, HV, K, q)
+    if initial_state is not None:
+        check.states("initial_state", initial_state, N, HV, V, K, q)
+    check.output(out, v.shape, v.dtype, q)
 
 
 @operation(library.output_and_final_state)
@@ -308,41 +348,21 @@ def chunk_kda_with_fused_gate(
         (torch.Size([1, 40, 2, 32]), None)
     """
     _only_hints(kwargs)
-    if A_log is None:
-        check.refuse("A_log", "None", "[HV] amplitudes")
-    return _chunk(
-        q, k, v, raw_g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-        sigmoid_beta, A_log, g_bias, check.bound(lower_bound) if safe_gate else None, out, "raw_g",
-    )  # fmt: skip
-
-
-def _chunk(
-    q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, sigmoid_beta, A_log, g_bias,
-    lower_bound, out, g_name="g",
-):  # fmt: skip
-    seen = check.seen(
-        "chunk_kda", q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, sigmoid_beta, A_log,
-        g_bias, lower_bound, out,
-    )  # fmt: skip
-    if not seen.checked:
-        _check_chunk(q, k, v, g, beta, initial_state, cu_seqlens, A_log, g_bias, g_name)
-        check.output(out, v.shape, v.dtype, q)
-        seen.checked = True
-    if out is not None:
-        check.apart(out, seen, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, g_bias=g_bias)
+    del kwargs
+    seen = check.once(_check_chunk_with_gate, locals())
     return call(
         "chunk", "chunk_kda", q.device,
-        q, k, v, g, beta, q.shape[3] ** -0.5 if scale is None else scale, initial_state, output_final_state, cu_seqlens, l2norm,
-        sigmoid_beta, A_log, g_bias, lower_bound, out, seen=seen,
+        q, k, v, raw_g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel,
+        sigmoid_beta, A_log, g_bias, float(lower_bound) if safe_gate else None, out, seen=seen,
     )  # fmt: skip
 
 
-def _check_chunk(q, k, v, g, beta, initial_state, cu_seqlens, A_log, g_bias, g_name) -> None:
-    _, _, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=False, g_name=g_name)
-    if A_log is not None:
-        check.gate_parameters(A_log, g_bias, H, HV, K, q)
-    if initial_state is not None:
-        check.states("initial_state", initial_state, N, HV, V, K, q)
+def _check_chunk_with_gate(raw_g, A_log, safe_gate, lower_bound, **given) -> None:
+    if A_log is None:
+        check.refuse("A_log", "None", "[HV] amplitudes")
+    if safe_gate:
+        check.bound(lower_bound)
+    _check_chunk(g=raw_g, A_log=A_log, g_name="raw_g", **given)
 
 
 @operation(library.output_and_states, mutates=("initial_state",))
@@ -402,27 +422,13 @@ def fused_recurrent_kda(
         (torch.Size([3, 1, 2, 32]), [2, 5, 7])
     """
     _only_hints(kwargs)
+    del kwargs
     if not compute_gate:
         a_log = g_bias = lower_bound = None
-    seen = check.seen(
-        "fused_recurrent_kda", q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, ssm_state_indices, num_accepted_tokens, out, sigmoid_beta, a_log, g_bias, compute_gate, lower_bound,
-    )
-    if not seen.checked:
-        _check_recurrent(
-            q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, a_log, g_bias,
-            compute_gate, lower_bound,
-        )
-        check.output(out, v.shape, v.dtype, q)
-        seen.checked = True
-    if out is not None:
-        check.apart(
-            out, seen, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, a_log=a_log, g_bias=g_bias
-        )
+    seen = check.once(_check_recurrent, locals())
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
-    if compute_gate:
-        lower_bound = None if lower_bound is None else float(lower_bound)
+    lower_bound = None if lower_bound is None else float(lower_bound)
     state, token_states = initial_state, None
     if not inplace_final_state:
         dtype = torch.float32 if state is None else state.dtype
@@ -432,7 +438,7 @@ def fused_recurrent_kda(
         state = torch.zeros(N, HV, V, K, dtype=torch.float32, device=q.device)
     out = call(
         "recurrent", "fused_recurrent_kda", q.device,
-        q, k, v, g, beta, K**-0.5 if scale is None else scale, state, cu_seqlens, ssm_state_indices,
+        q, k, v, g, beta, _scale(scale, q), state, cu_seqlens, ssm_state_indices,
         num_accepted_tokens, use_qk_l2norm_in_kernel, sigmoid_beta, a_log, g_bias, lower_bound, token_states, out,
         seen=seen,
     )  # fmt: skip
@@ -440,8 +446,8 @@ def fused_recurrent_kda(
 
 
 def _check_recurrent(
-    q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, a_log, g_bias, compute_gate,
-    lower_bound,
+    q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, out, a_log, g_bias, compute_gate,
+    lower_bound, **_,
 ) -> None:  # fmt: skip
     B, T, H, HV, K, V, N = check.attention_inputs(q, k, v, g, beta, cu_seqlens, headwise=True)
     if compute_gate:
@@ -461,6 +467,7 @@ def _check_recurrent(
         pool = check.states("initial_state", initial_state, None, HV, V, K, q).shape[0]
         check.slots("ssm_state_indices", ssm_state_indices, N, pool, q, window=True)
         _window(ssm_state_indices, num_accepted_tokens, cu_seqlens, N, T, q)
+    check.output(out, v.shape, v.dtype, q)
 
 
 def _window(indices: Tensor, accepted: Tensor | None, cu_seqlens: Tensor | None, N: int, T: int, like: Tensor) -> None:
@@ -510,6 +517,28 @@ def rms_norm_gated(
         >>> kda.rms_norm_gated(x, g, torch.ones(32), None, activation="sigmoid").shape
         torch.Size([5, 2, 32])
     """
+    seen = check.once(_check_norm, locals())
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    residual_out = None
+    if prenorm:
+        kind = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
+        if residual is None and kind == x.dtype:
+            residual_out = x
+        else:
+            residual_out = torch.empty_like(x, dtype=kind, memory_format=torch.contiguous_format)
+    written = None if residual_out is x else residual_out
+    x, g, residual, written, rows = seen.views(
+        (x, g, residual, written, out),
+        lambda: check.common_rows("x", [x, g.view(x.shape), residual, written, out], 3),
+    )
+    call(
+        "norm", "rms_norm_gated", x.device,
+        x, g, weight, bias, "sigmoid" if activation == "sigmoid" else "silu", residual, written, eps, rows, seen=seen,
+    )  # fmt: skip
+    return (out, residual_out) if prenorm else out
+
+
+def _check_norm(x, g, weight, bias, activation, residual, out, **_) -> None:
     check.strided("x", check.tensor("x", x, None, check.ACTIVATIONS))
     D = x.shape[-1] if x.dim() else 0
     if D == 0:
@@ -517,7 +546,7 @@ def rms_norm_gated(
     check.strided("g", check.tensor("g", g, None, check.ACTIVATIONS, x))
     if g.shape != x.shape:
         try:
-            g = g.view(x.shape)
+            g.view(x.shape)
         except RuntimeError:
             check.refuse("g", f"shape {list(g.shape)} with strides {g.stride()}", f"a view of shape {list(x.shape)}")
     if activation not in ("swish", "silu", "sigmoid"):
@@ -527,22 +556,7 @@ def rms_norm_gated(
             check.vector(name, x_d, D, check.ACTIVATIONS, x)
     if residual is not None:
         check.tokens("residual", residual, tuple(x.shape), check.ACTIVATIONS, x)
-    check.output(out, x.shape, x.dtype, x, x=x, g=g, residual=residual, weight=weight, bias=bias)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    residual_out = None
-    if prenorm:
-        kind = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
-        if residual is None and kind == x.dtype:
-            residual_out = x
-        else:
-            residual_out = torch.empty(x.shape, dtype=kind, device=x.device)
-    written = None if residual_out is x else residual_out
-    rows = check.common_rows("x", [x, g, residual, written, out], 3)
-    call(
-        "norm", "rms_norm_gated", x.device,
-        rows[0], rows[1], weight, bias, "sigmoid" if activation == "sigmoid" else "silu", rows[2], rows[3], eps, rows[4],
-    )  # fmt: skip
-    return (out, residual_out) if prenorm else out
+    check.output(out, x.shape, x.dtype, x)
 
 
 @operation(library.rows_of_pool)
@@ -563,10 +577,13 @@ def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Ten
         >>> kda.gather_initial_states(pool, torch.tensor([3, 1]), torch.tensor([True, False]))[1].any()
         tensor(False)
     """
-    _pool(state)
-    check.slots("indices", indices, indices.numel() if isinstance(indices, Tensor) else 0, state.shape[0], state)
+    seen = check.once(_check_gather, locals())
+    return call("states", "gather_initial_states", state.device, state, indices, has_initial_state, seen=seen)
+
+
+def _check_gather(state, indices, has_initial_state) -> None:
+    _check_rows(state, indices)
     check.flags("has_initial_state", has_initial_state, indices.shape[0], state)
-    return call("states", "gather_initial_states", state.device, state, indices, has_initial_state)
 
 
 @operation(library.nothing, mutates=("state",))
@@ -585,17 +602,21 @@ def scatter_states(state: Tensor, src: Tensor, indices: Tensor) -> None:
         >>> pool.flatten(1).any(1)
         tensor([False, False, False,  True])
     """
-    _pool(state)
-    check.slots("indices", indices, indices.numel() if isinstance(indices, Tensor) else 0, state.shape[0], state)
+    seen = check.once(_check_scatter, locals())
+    call("states", "scatter_states", state.device, state, src, indices, seen=seen)
+
+
+def _check_scatter(state, src, indices) -> None:
+    _check_rows(state, indices)
     check.tensor("src", src, (indices.shape[0], *state.shape[1:]), check.ACTIVATIONS, state)
     if any(a != b for a, b, n in zip(src.stride()[1:], state.stride()[1:], src.shape[1:]) if n > 1):
         check.refuse("src", f"strides {src.stride()}", f"rows laid out like the pool's: strides {state.stride()[1:]}")
     if src.shape[0] > 1 and src.stride(0) < state[0].numel():
         check.refuse("src", f"strides {src.stride()}", "rows that do not overlap")
-    call("states", "scatter_states", state.device, state, src, indices)
 
 
-def _pool(state) -> None:
+def _check_rows(state, indices) -> None:
+    """A pool of any states, and slots in it."""
     check.tensor("state", state, None, check.ACTIVATIONS)
     if state.dim() < 2 or state.shape[0] == 0:
         check.refuse("state", f"shape {list(state.shape)}", "[slots, ...] with at least one slot")
@@ -606,3 +627,4 @@ def _pool(state) -> None:
         extent *= size
     if state.shape[0] > 1 and state.stride(0) < extent:
         check.refuse("state", f"strides {state.stride()}", "slots that do not overlap")
+    check.slots("indices", indices, indices.numel() if isinstance(indices, Tensor) else 0, state.shape[0], state)

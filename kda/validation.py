@@ -7,7 +7,7 @@ and what is accepted. Nothing here reads a value from a device, except under `KD
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +31,18 @@ class Seen:
     `launches` is for backends: what they prepared for such arguments.
     """
 
-    __slots__ = ("checked", "extents", "launches")
+    __slots__ = ("checked", "extents", "launches", "layouts")
 
     def __init__(self) -> None:
-        self.checked, self.extents, self.launches = False, {}, {}
+        self.checked, self.extents, self.launches, self.layouts = False, {}, {}, None
+
+    def views(self, tensors: Sequence[Tensor | None], make: Callable[[], Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """`make()`, views of `tensors` one by one, which gives the same shapes and strides in every call."""
+        if self.layouts is None:
+            views = make()
+            self.layouts = [None if x is None else (x.shape, x.stride()) for x in views]
+            return views
+        return [None if x is None else x.as_strided(*layout) for x, layout in zip(tensors, self.layouts)]
 
 
 _seen: dict[tuple, Seen] = {}
@@ -53,6 +61,20 @@ def seen(*args) -> Seen:
         if len(_seen) >= MOST_SEEN:
             _seen.clear()
         found = _seen[key] = Seen()
+    return found
+
+
+def once(validate: Callable[..., None], given: dict) -> Seen:
+    """Checks an operation's arguments by name, `validate(**given)`, unless arguments alike have passed that before.
+
+    Whether `out` shares memory with another tensor is asked every time.
+    """
+    found = seen(validate, *given.values())
+    if not found.checked:
+        validate(**given)
+        found.checked = True
+    if given.get("out") is not None:
+        apart(seen=found, **given)
     return found
 
 
@@ -252,31 +274,29 @@ def may_share_memory(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool = True, **inputs) -> Tensor | None:
-    """`out=`: a (possibly strided) tensor that shares no memory with an input; None is passed through."""
+def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool = True) -> None:
+    """`out=`: a (possibly strided) tensor, or None."""
     if out is None:
-        return None
+        return
     tensor("out", out, tuple(shape), (dtype,), like)
     if last_dim:
         strided("out", out)
     elif overlaps_itself(out):
         refuse("out", f"strides {out.stride()}", "elements that do not overlap")
-    apart(out, **inputs)
-    return out
 
 
-def apart(out: Tensor, seen: Seen | None = None, **inputs) -> None:
-    """`out` shares no memory with an input. With `seen` a repeated call asks for addresses only."""
-    extents = {} if seen is None else seen.extents
+def apart(out: Tensor, seen: Seen, **inputs) -> None:
+    """`out` shares no memory with a tensor of `inputs`, of which a repeated call asks for the addresses only."""
+    extents = seen.extents
     if not extents:
         for name, x in (("out", out), *inputs.items()):
-            if x is not None:
-                start, end = _span(x)
-                extents[name] = end - start
+            if isinstance(x, Tensor):
+                first, end = _span(x)
+                extents[name] = end - first
     start = out.data_ptr()
     end = start + extents["out"]
     for name, x in inputs.items():
-        if x is not None:
+        if name in extents:
             first = x.data_ptr()
             if first < end and start < first + extents[name] and may_share_memory(out, x):
                 refuse("out", f"memory that `{name}` uses", "a buffer of its own")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kda doctor` on machines other than this one: known-bad versions, drivers, GPUs, caches. The rest is in test_cli.py."""
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import subprocess_python
 
 from kda.cli import doctor as command
 
@@ -87,11 +89,11 @@ def test_gpu_without_a_compiler_for_launchers_is_broken(tmp_path, report, monkey
     assert has(report, "there is no C compiler", "install gcc") and has(report, "Python.h is missing", "python3-dev")
 
 
-def gpu(monkeypatch, report, triton="3.9.0", cuda=None, driver=13000, **about):
+def gpu(monkeypatch, report, triton="3.9.0", cuda=None, driver=13, **about):
     monkeypatch.setattr(command, "version", dict(GOOD, triton=triton).get)
     monkeypatch.setattr(torch.version, "hip", None if cuda else "7.0")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(command, "cuda_of_driver", lambda: driver)
     command.gpu(report, "cuda:0", SimpleNamespace(**about))
 
 
@@ -111,13 +113,79 @@ def test_gpu_that_this_triton_gave_up_is_broken(monkeypatch, report):
 
 
 def test_gpu_with_an_old_driver_is_broken(monkeypatch, report):
-    gpu(monkeypatch, report, cuda="13.0", driver=12080, major=9, minor=0)
+    gpu(monkeypatch, report, cuda="13.0", driver=12, major=9, minor=0)
     assert has(report, "the driver serves CUDA 12 and torch is built for CUDA 13.0", "newer driver")
 
 
 def test_unknown_gpu_is_a_note(monkeypatch, report):
     gpu(monkeypatch, report, gcnArchName="gfx906")
     assert has(report, "cuda:0 is a hip:gfx906", "docs/porting.md", broken=False)
+
+
+def test_the_driver_is_asked_itself(monkeypatch):
+    """torch has no public way to, and some of its builds none at all."""
+
+    def driver(number, status=0):
+        def version(place):
+            place._obj.value = number
+            return status
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
+
+    def none(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    driver(12080)
+    assert command.cuda_of_driver() == 12
+    driver(13000, status=3)
+    assert command.cuda_of_driver() is None
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    assert command.cuda_of_driver() is None
+
+
+def test_what_cannot_be_looked_at_is_broken_and_the_rest_is_told(monkeypatch, capsys):
+    def fails(report, *args):
+        raise RuntimeError("TRITON_X must be a number\nand more")
+
+    for name in ("versions", "switches", "drivers", "processor", "cache", "find_devices", "device"):
+        with monkeypatch.context() as patch:
+            patch.setattr(command, name, fails)
+            assert command.run(SimpleNamespace(run_kernels=False)) == 1
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in lines if line.startswith("broken") and "cannot be looked at" in line]
+        assert "(RuntimeError: TRITON_X must be a number)" in line and lines[-1].startswith("verdict")
+        if name != "device":
+            assert any(line.startswith("cpu ") and "backend" in line for line in lines) is (name != "switches")
+
+
+ON_AN_H200 = """
+import types, torch
+from kda.cli import doctor, pretend, targets
+pretend.become(targets.find("cuda:90"))
+torch.version.cuda, torch.cuda.get_device_properties().total_memory = "13.0", 141 << 30
+raise SystemExit(doctor.run(types.SimpleNamespace(run_kernels=False)))
+"""
+
+
+@pytest.mark.parametrize(
+    "env, message",
+    [
+        (dict(KDA_BACKEND="fast"), "KDA_BACKEND=fast is unknown"),
+        (dict(KDA_CPU_ISA="sse9"), "accepted are generic, avx2"),
+        (dict(TRITON_CACHE_DIR="/proc/kda"), "cache folder /proc/kda cannot be written"),
+        (dict(TRITON_CACHE_DIR=""), "TRITON_CACHE_DIR names no folder"),
+        (dict(TRITON_DEFAULT_BACKEND="fast", OMP_NUM_THREADS="few", KDA_CPU_BOUNDS="?", TRITON_INTERPRET="?"), None),
+    ],
+    ids=["backend", "isa", "cache", "no-cache", "others"],
+)
+def test_a_wrong_variable_is_one_finding_beside_a_gpu_too(env, message, tmp_path):
+    pytest.importorskip("triton")
+    pytest.importorskip("llvmlite")
+    run = subprocess_python(ON_AN_H200, **{"TRITON_CACHE_DIR": str(tmp_path), "CC": "cc"} | env)
+    assert run.returncode == (1 if message else 0), run.stdout + run.stderr
+    assert ("target cuda:90" in run.stdout) is ("KDA_BACKEND" not in env)
+    found = [line for line in run.stdout.splitlines() if line.startswith("broken")]
+    assert len(found) == (1 if message else 0) and all(message in line for line in found), found
 
 
 def test_full_disk_and_large_cache_are_told(monkeypatch, report, tmp_path):

@@ -222,8 +222,9 @@ def test_another_transformers_is_refused_by_name(monkeypatch):
 
 
 def test_the_page_of_the_docs_prints_what_it_says():
+    """On a CPU. Where a GPU is visible and fla on the path, transformers hands CPU tensors to fla, with or without us."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.S)[1]
-    done = subprocess_python(code)
+    done = subprocess_python(code, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
     assert done.stdout.startswith("same tokens: True\ncpu tensors go to "), done.stdout + done.stderr[-2000:]
 
 

@@ -1,12 +1,231 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching again without Triton's binder gives what the first launch would."""
+"""Launching again without Triton's binder gives what the first launch would, for every operation."""
+import inspect
+
 import pytest
+import test_bad_input as valid
 import torch
+from helpers import BF16, DEVICE, FP32, GPU, INTERPRETED, KERNELS
+from test_library import CASES
 
 import kda
+from kda import validation
 
 pytest.importorskip("triton")
 pytest.importorskip("llvmlite")
+compiled = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing to launch again")
+
+# ------------------------------------------------------------------------------------------ every operation, many a call
+
+
+def without_checkpoints(device):
+    return {name: x for name, x in CASES["kda_prefill"][1](device).items() if "checkpoint" not in name}
+
+
+OPERATIONS = {**CASES, "kda_prefill": ("kda_prefill", without_checkpoints)}
+SMALL = ("conv1d", "kda_gate", "rms_norm", "states")  # kernels that compile in no time
+SWITCHES = dict(activation="silu", scale=0.5, eps=0.1, lower_bound=-3.0, safe_gate=False, threshold=0.5, prenorm=True,
+                null_block_id=3, residual_in_fp32=True)  # fmt: skip
+
+
+def shifted(x):
+    """The same values and strides one element into a buffer: another alignment."""
+    extent = 1 + sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape))
+    return x.new_empty(extent + 1).as_strided(x.shape, x.stride(), 1).copy_(x)
+
+
+def apart(x):
+    """The same values, rows of the outermost dim further apart."""
+    strides = list(x.stride())
+    if x.dim() > 1:
+        strides[strides.index(max(strides))] += 8
+    extent = 1 + sum(stride * (n - 1) for stride, n in zip(strides, x.shape))
+    return x.new_empty(extent).as_strided(x.shape, strides).copy_(x)
+
+
+def variants(name, given):
+    """Names of calls that differ in what decides a launch, each with a function that changes the arguments."""
+
+    def each(change):
+        return lambda args: {n: change(x) if isinstance(x, torch.Tensor) else x for n, x in args.items()}
+
+    found = {"as it is": dict, "unaligned": each(shifted), "rows apart": each(apart)}
+    if not any(part in name for part in SMALL):
+        return found
+    optional = inspect.signature(getattr(kda, name)).parameters
+    for n in given:
+        if optional[n].annotation == "Tensor | None" and given[n] is not None:
+            found[f"no {n}"] = lambda args, n=n: {**args, n: None}
+    if not GPU:  # where each is another compilation of seconds
+        for old, new in ((BF16, FP32), (torch.int32, torch.int64)):
+            if any(isinstance(x, torch.Tensor) and x.dtype == old for x in given.values()):
+                found[f"{new}"] = each(lambda x, old=old, new=new: x.to(new) if x.dtype == old else x)
+        for n, value in SWITCHES.items():
+            value = {"rms_norm_gated": "sigmoid", "causal_conv1d_fn": None}.get(name, value) if n == "activation" else value
+            if n in optional and given.get(n) != value:
+                found[n] = lambda args, n=n, value=value: {**args, n: value}
+    return found
+
+
+def arguments(build, change, turn):
+    """The call's arguments with other values each turn, and other slots."""
+    args = build(DEVICE[KERNELS])
+    for name, x in args.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.mul_(1 + turn / 4)
+        elif turn % 2 and name in ("indices", "has_initial_state") or name.endswith("_indices") and turn % 2:
+            args[name] = x if x is None else x.flip(0)
+    return change(args)
+
+
+def results(name, args):
+    """All that the operation returns and may have written."""
+    got = getattr(kda, name)(**args)
+    got = got if isinstance(got, tuple) else (got,)
+    return [x.clone() for x in (*got, *args.values()) if isinstance(x, torch.Tensor)]
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Kernels that go through Triton's binder, by name."""
+    from triton.runtime.jit import JITFunction
+
+    bind, names = JITFunction.run, []
+
+    def run(self, *args, **kwargs):
+        names.append(self.__name__)
+        return bind(self, *args, **kwargs)
+
+    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(JITFunction, "run", run)
+    return names
+
+
+@compiled
+@pytest.mark.parametrize("case", OPERATIONS)
+def test_launches_again_are_those_of_a_first_call(case, monkeypatch, bound):
+    name, build = OPERATIONS[case]
+    refused = []
+    for turn in range(3):
+        for variant, change in variants(name, build(DEVICE[KERNELS])).items():
+            if variant in refused:
+                continue
+            bound.clear()
+            try:
+                got = results(name, arguments(build, change, turn))
+            except ValueError:
+                assert not turn and (variant.startswith("no ") or variant in SWITCHES), variant
+                refused.append(variant)
+                continue
+            assert bool(bound) == (not turn), f"{variant}, turn {turn}: {bound} through the binder"
+            with monkeypatch.context() as patch:
+                patch.setattr(validation, "seen", lambda *_: validation.Seen())
+                want = results(name, arguments(build, change, turn))
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), f"{variant}, turn {turn}"
+            if turn:
+                continue
+            with kda.use_backend("reference"):
+                for a, b in zip(got, results(name, arguments(build, change, turn)), strict=True):
+                    torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
+@compiled
+@pytest.mark.parametrize("case", OPERATIONS)
+def test_a_repeated_call_is_neither_checked_nor_bound_again(case, monkeypatch, bound):
+    name, build = OPERATIONS[case]
+    want = results(name, build(DEVICE[KERNELS]))
+    bound.clear()
+    for check in ("tensor", "strided", "overlaps_itself", "common_rows"):
+        monkeypatch.setattr(validation, check, lambda *_, **__: pytest.fail("checked again"))
+    got = results(name, build(DEVICE[KERNELS]))
+    assert not bound and all(map(torch.equal, got, want))
+
+
+@compiled
+@pytest.mark.parametrize("case", ["causal_conv1d_update, fresh", "fused_kda_gate", "rms_norm_gated", "scatter_states"])
+def test_what_is_asked_for_later_takes_effect(case, monkeypatch, bound):
+    """Checks of values, another backend, another configuration: after many calls alike."""
+    from kda.cli.using import using
+
+    name, build = OPERATIONS[case]
+    part = {"causal_conv1d_update": ("causal_conv1d_update", dict(BD=16)), "fused_kda_gate": ("fused_kda_gate", dict(BH=1)),
+            "rms_norm_gated": ("rms_norm_gated", dict(BR=16)), "scatter_states": ("states", dict(BS=32))}[name]  # fmt: skip
+    device, call = DEVICE[KERNELS], getattr(kda, name)
+    for _ in range(3):
+        call(**build(device))
+    bound.clear()
+    with using(*part):
+        call(**build(device))
+        call(**build(device))
+    assert len(bound) == 1, "one launch of the other configuration, and one again of that"
+    call(**build(device))
+    bound.clear()
+    from kda.triton.launch import Launch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "find", lambda *_, **__: pytest.fail("launched"))
+        with kda.use_backend("reference"):
+            call(**build(device))
+        patch.setenv("KDA_BACKEND", "reference")
+        call(**build(device))
+    bad = {"causal_conv1d_update": "conv_state_indices", "scatter_states": "indices"}.get(name)
+    if bad is None:
+        return
+    wrong = torch.tensor([3, 999], dtype=torch.int32, device=device)
+    call(**{**build(device), bad: wrong})  # made harmless in the kernel
+    monkeypatch.setenv("KDA_CHECK", "1")
+    with pytest.raises(ValueError, match="got slot 999"):
+        call(**{**build(device), bad: wrong})
+
+
+@compiled
+def test_no_rows_launch_nothing_again_and_again():
+    device = DEVICE[KERNELS]
+    for _ in range(3):
+        x, state = torch.empty(0, valid.DIM, device=device), torch.ones(2, valid.DIM, 3, device=device)
+        weight, slots = torch.ones(valid.DIM, 4, device=device), torch.empty(0, dtype=torch.int32, device=device)
+        assert kda.causal_conv1d_update(x, state, weight, conv_state_indices=slots).shape == x.shape
+        assert kda.fused_kda_gate(x, torch.zeros(2, device=device), valid.DIM // 2).shape == (0, 2, valid.DIM // 2)
+        assert kda.rms_norm_gated(x, x, None, None).shape == x.shape
+        assert kda.gather_initial_states(state, slots, slots.bool()).shape == (0, valid.DIM, 3)
+        kda.scatter_states(state, state[:0], slots)
+        assert (state == 1).all()
+
+
+@pytest.mark.parametrize("case", ["chunk_kda", "causal_conv1d_update", "rms_norm_gated", "kda_decode"])
+def test_out_is_compared_with_every_input_in_every_call(case):
+    name, build = OPERATIONS[case]
+    for _ in range(2):
+        args = build(DEVICE[KERNELS])
+        getattr(kda, name)(**args)
+        for n, x in args.items():
+            if n != "out" and isinstance(x, torch.Tensor) and x.shape == args["out"].shape and x.dtype == BF16:
+                with pytest.raises(ValueError, match=f"`out`: got memory that `{n}` uses"):
+                    getattr(kda, name)(**{**args, "out": x})
+
+
+def test_what_a_caller_hands_over_for_nothing_is_not_kept():
+    """vLLM makes new metadata every step: it must not look like another call, nor stay alive."""
+    import gc
+    import weakref
+
+    class Metadata:
+        pass
+
+    args, metadata = valid.causal_conv1d_fn(DEVICE[KERNELS]), Metadata()
+    kda.causal_conv1d_fn(**args)
+    count, gone = len(validation._seen), weakref.ref(metadata)
+    kda.causal_conv1d_fn(**args, metadata=metadata)
+    kda.chunk_kda(**valid.chunk_kda(DEVICE[KERNELS]))
+    after = len(validation._seen)
+    kda.chunk_kda(**valid.chunk_kda(DEVICE[KERNELS]), chunk_indices=torch.zeros(1))
+    del metadata
+    gc.collect()
+    assert gone() is None and count <= after <= count + 1 and len(validation._seen) == after
+
+
+# ------------------------------------------------------------------------------------------------------ the decode step
 
 
 def step(N, H, D, dtype, slots=None, offset=0, state_dtype=torch.float32):
@@ -68,23 +287,7 @@ def test_hooks_of_triton_still_see_every_launch(monkeypatch):
     assert seen == ["fused_recurrent_kernel"] * 2
 
 
-def test_a_repeated_call_is_neither_checked_nor_bound_again(monkeypatch):
-    if kda.backend_for("cpu") != "triton-cpu":
-        pytest.skip("for Triton's backend named cpu")
-    from kda import ops
-    from kda.triton.recurrent import fused_recurrent_kernel
-
-    wanted = step(2, 2, 32, torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(fused_recurrent_kernel), "run", lambda *_, **__: pytest.fail("bound again"))
-        patch.setattr(ops, "_check_recurrent", lambda *_: pytest.fail("checked again"))
-        for got, want in zip(step(2, 2, 32, torch.float32)[0], wanted[0]):
-            assert torch.equal(got, want)
-
-
 def test_what_is_remembered_is_bounded(monkeypatch):
-    from kda import validation
-
     monkeypatch.setattr(validation, "MOST_SEEN", 3)
     for N in range(1, 9):
         step(N, 2, 32, torch.float32)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StatePool: who owns which slot, and states that survive forks, snapshots, files and new owners."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -11,8 +12,8 @@ import torch
 from helpers import BF16, FP16, FP32, INTERPRETED, call, ints, needs_gpu, rand, randn, starts, subprocess_python
 
 import kda
-from kda.serving import (ForeignSlot, Geometry, NotAllocated, OutOfSlots, PoolError, SnapshotMismatch, StatePool,
-                         load_snapshots, save_snapshots)
+from kda.serving import (Batch, Decode, ForeignSlot, Geometry, KDAAttention, NotAllocated, OutOfSlots, PoolError, Prefill,
+                         SnapshotMismatch, StatePool, Verify, load_snapshots, save_snapshots)
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -618,3 +619,45 @@ def test_a_new_request_in_a_reused_slot_equals_one_in_a_fresh_slot(backend, prom
         outputs.append((torch.cat([*parts, layer.decode(pool, layer.tokens(3, seed=3), slot)], 1), content(pool, slot)))
     (o, states), (want_o, want_states) = outputs
     assert torch.equal(o, want_o) and same(states, want_states) and torch.isfinite(o).all()
+
+
+# -------------------------------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.parametrize("conv_dtype, layers", [(BF16, 1), (FP32, 2)], ids=["two dtypes", "two layers"])
+@torch.no_grad()
+def test_a_graph_writes_all_states_of_a_pool(backend, conv_dtype, layers):
+    """torch.compile refuses tensors of one storage that are both written; the memory is one, and so are the values."""
+    model = [KDAAttention(48, 2, 32, dtype=FP32, device=backend.device) for _ in range(layers)]
+    for seed, parameter in enumerate(p for layer in model for p in layer.parameters()):
+        parameter.copy_(randn(*parameter.shape, seed=seed, scale=0.2))
+    geometry = model[0].geometry(layers=layers, conv_dtype=conv_dtype, record_tokens=3)
+    pools = [StatePool(4, geometry, device=backend.device) for _ in range(2)]
+    a, b = [pool.allocate(2) for pool in pools][0]
+
+    def step(x, batch, pool):
+        for layer, states, records in zip(model, pool.layers, pool.records):
+            x = x + layer(x, batch, states, records)
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows in ([Prefill(a, 9), Prefill(b, 4)], [Decode(a), Verify(b, 3, 0)]):
+        batch = Batch.of(rows, pool=pools[0])
+        x = randn(batch.num_tokens, 48, seed=len(rows), device=backend.device)
+        want = step(x, batch, pools[0])
+        assert torch.equal(compiled(x, batch, pools[1]), want) and want.isfinite().all()
+        assert torch.equal(pools[0].pages, pools[1].pages)
+
+
+def test_a_copy_has_states_in_pages_of_its_own(tmp_path):
+    pool = poisoned()
+    slot = pool.allocate()
+    want = fill(pool, slot, seed=1)
+    torch.save(pool, tmp_path / "pool")
+    for twin in (copy.deepcopy(pool), torch.load(tmp_path / "pool", weights_only=False)):
+        assert same(content(twin, slot), want) and twin.in_use == [slot]
+        fork = twin.fork(slot)
+        twin.zero(slot)
+        assert same(content(twin, fork), want) and not any(x.any() for x in content(twin, slot))
+        assert same(content(pool, slot), want) and twin.available == pool.available - 1

@@ -5,6 +5,7 @@ the cache of compiled kernels; and what is wrong, with what to do about it. Ends
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -12,6 +13,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,15 @@ class Report:
     def note(self, what: str, todo: str) -> None:
         self.findings.append(Finding(False, what, todo))
 
+    def attempt(self, name: str, look: Callable, *args):
+        """`look(self, *args)`; whatever keeps it from looking is a finding too, and gives None."""
+        try:
+            return look(self, *args)
+        except Exception as e:
+            self.line(name, "cannot be looked at")
+            self.broken(f"{name} cannot be looked at ({_said(e)})",
+                        "put right what it says; or unset a variable that torch or Triton cannot read")  # fmt: skip
+
     def close(self) -> int:
         for word, broken in (("broken", True), ("note", False)):
             for finding in self.findings:
@@ -65,15 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = Report()
-    versions(report)
-    requests_are_sound = switches(report)
-    drivers(report)
-    has_path = processor(report)
-    can_write = cache(report)
-    devices = find_devices(report)
+    report.attempt("versions", versions)
+    requests_are_sound = report.attempt("environment", switches)
+    report.attempt("drivers", drivers)
+    has_path = report.attempt("processor", processor)
+    can_write = report.attempt("cache", cache)
+    devices = report.attempt("devices", find_devices) or ["cpu"]
     if requests_are_sound:
         for name in devices:
-            device(report, name, args.run_kernels and can_write and (has_path or name != "cpu"))
+            run_kernels = args.run_kernels and can_write and (has_path or name != "cpu")
+            report.attempt(name, device, name, run_kernels)
     return report.close()
 
 
@@ -218,8 +230,8 @@ def gpu(report: Report, name: str, about) -> None:
                           "pip install triton==3.6.0 'numpy<2.4'")  # fmt: skip
     else:
         target = f"cuda:{10 * about.major + about.minor}"
-        has, wants = torch._C._cuda_getDriverVersion() // 1000, int(torch.version.cuda.split(".")[0])
-        if has < wants:
+        has, wants = cuda_of_driver(), int(torch.version.cuda.split(".")[0])
+        if has is not None and has < wants:
             report.broken(f"the driver serves CUDA {has} and torch is built for CUDA {torch.version.cuda}",
                           "install a newer driver, or a torch for an older CUDA")  # fmt: skip
     if target in TARGETS:
@@ -227,6 +239,16 @@ def gpu(report: Report, name: str, about) -> None:
     else:
         report.note(f"{name} is a {target}, for which nobody has compiled or tried the kernels",
                     "docs/porting.md says how to add it")  # fmt: skip
+
+
+def cuda_of_driver() -> int | None:
+    """The newest major version of CUDA that NVIDIA's driver serves; None where it does not say."""
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed or not number.value else number.value // 1000
 
 
 def kernel_problem(name: str) -> str | None:
@@ -241,7 +263,11 @@ def kernel_problem(name: str) -> str | None:
         want = torch.stack([pool[3], torch.zeros_like(pool[3])])
         return None if torch.equal(got, want) else f"it gave {got.tolist()} in place of {want.tolist()}"
     except Exception as e:
-        return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
+        return _said(e)
+
+
+def _said(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
 
 
 def backend_owner(report: Report) -> None:
@@ -297,6 +323,10 @@ def cache(report: Report) -> bool:
         return True
     from triton import knobs
 
+    if not knobs.cache.dir:
+        report.line("cache", "none")
+        report.broken("TRITON_CACHE_DIR names no folder", "set TRITON_CACHE_DIR to a folder of yours, or unset it")
+        return False
     folder = Path(knobs.cache.dir)
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     size = sum(path.stat().st_size for path in files if path.exists())

@@ -3,8 +3,7 @@
 
 What calls operations is resolved on first use: `import kda.serving` alone imports none of them.
 """
-import importlib
-
+from kda.lazy import names as _names
 from kda.serving.batch import Batch, Decode, Prefill, Verify
 from kda.serving.pool import ForeignSlot, Geometry, LayerStates, NotAllocated, OutOfSlots, PoolError, StatePool
 from kda.serving.snapshot import Snapshot, SnapshotMismatch, load_snapshots, save_snapshots
@@ -31,10 +30,4 @@ __all__ = [
     "save_snapshots",
 ]
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'kda.serving' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"kda.serving.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = _names(__name__, _HOME)

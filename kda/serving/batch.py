@@ -10,7 +10,6 @@ batch is made once a step and serves every layer.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,16 +164,16 @@ class Batch:
         start = first if start is None else start
         return slice(start, start + count)
 
-    @functools.cached_property
+    @property
     def only_decodes(self) -> bool:
         """Whether there are decodes, in order, and nothing else."""
         others = (self.prefill_slots, self.verify_slots, self.commit_slots, self.token_indices)
         return self.num_decodes > 0 and all(x is None for x in others) and not self.decode_start
 
-    @functools.cached_property
+    @property
     def fields(self) -> dict[str, Tensor | int | None]:
         """All of it by name, to be passed on."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in _FIELDS}
 
     # ----------------------------------------------------------------------------------------------------- making one
 

@@ -66,8 +66,9 @@ class StatePool:
 
     Attributes:
         slots, geometry, page_bytes, device: as given.
-        layers: one `LayerStates` a layer, views of the pages.
-        records: a layer each, [slots, record_tokens, HV, 2 * K + V] fp32 views of the pages, as `kda_verify` takes them;
+        layers: one `LayerStates` a layer, in the memory of the pages. To torch each is a tensor with a storage of its own,
+            so that `torch.compile` takes a graph that writes several of them.
+        records: a layer each, [slots, record_tokens, HV, 2 * K + V] fp32 in the pages too, as `kda_verify` takes them;
             None where the geometry has none.
         pages: [layers, slots, page_bytes / 8] int64, all memory of the pool.
 
@@ -100,11 +101,24 @@ class StatePool:
         self.device = self.pages.device
         if check.checking():
             self.pages.fill_(_NAN)
-        self._conv_states, self._ssm_states, self._records = self._views(self.pages)
-        self.layers = tuple(map(LayerStates, self._conv_states, self._ssm_states))
-        self.records = tuple(self._records) if geometry.record_tokens else (None,) * geometry.layers
+        self._bind()
         self._free = list(range(slots - 1, 0, -1))  # a stack: the slot freed last, perhaps still in a cache, goes first
         self._owned: set[int] = set()
+
+    def _bind(self) -> None:
+        """Makes the tensors that lie in the pages."""
+        geo = self.geometry
+        self._conv_states, self._ssm_states, records = self._views(self.pages)
+        self.layers = tuple(LayerStates(_alone(c), _alone(s)) for c, s in zip(self._conv_states, self._ssm_states))
+        self.records = tuple(map(_alone, records)) if geo.record_tokens else (None,) * geo.layers
+
+    def __getstate__(self) -> dict:
+        bound = ("_conv_states", "_ssm_states", "layers", "records")
+        return {name: value for name, value in vars(self).items() if name not in bound}
+
+    def __setstate__(self, state: dict) -> None:  # of a copy, or from a file: its states lie in its own pages
+        vars(self).update(state)
+        self._bind()
 
     def _views(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convolution states [layers, slots, dim, columns], recurrent states and records in `pages`."""
@@ -280,6 +294,16 @@ class StatePool:
     def __repr__(self) -> str:
         used = f"{len(self._owned)} of {self.slots - 1} slots in use"
         return f"StatePool({self.geometry}, {used}, {self.nbytes} bytes on {self.device})"
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage to itself.
+
+    torch.compile takes no two tensors of one storage that are both written, unless it can tell that they do not overlap.
+    """
+    if x.device.type not in ("cpu", "cuda") or type(x) is not Tensor:
+        return x
+    return torch.from_dlpack(x).as_strided(x.shape, x.stride(), 0)  # DLPack forgets strides of dims of one
 
 
 def _aligned(size: int) -> int:

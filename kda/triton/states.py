@@ -7,11 +7,14 @@
 Slot <= 0 and slot >= slots are padding: gathered as zeros, not scattered. One program copies BS values of
 one row.
 """
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
 
 from kda.triton import configs
+from kda.triton.launch import Launch
 from kda.triton.tiles import cast
 
 
@@ -39,23 +42,34 @@ def scatter_kernel(state, src, indices, slots, size, s_slot, s_src, s_indices, B
     tl.store(state + slot * s_slot + i, cast(row, state.dtype.element_ty), mask=mask)
 
 
-def gather_initial_states(state, indices, has_initial_state):
+_gather = Launch(gather_kernel)
+_scatter = Launch(scatter_kernel)
+
+
+def gather_initial_states(state, indices, has_initial_state, seen=None):
     """[N, *row] copies of the slots' rows, in the pool's dim order; zeros where there is no initial state."""
-    N, size = indices.numel(), state[0].numel()
+    N, size = indices.numel(), prod(state.shape[1:])
     shape, strides = (N, *state.shape[1:]), (size, *state.stride()[1:])
     out = torch.empty_strided(shape, strides, dtype=state.dtype, device=state.device)
+    tensors = (state, indices, has_initial_state, out)
+    if _gather.again(seen, tensors):
+        return out
     config = configs.pick("states", size=size)
-    gather_kernel[(N * triton.cdiv(size, config["BS"]),)](
-        state, indices, has_initial_state, out, state.shape[0], size, state.stride(0), indices.stride(0),
-        has_initial_state.stride(0), **config,
+    _gather(
+        seen, N * triton.cdiv(size, config["BS"]), tensors,
+        (state.shape[0], size, state.stride(0), indices.stride(0), has_initial_state.stride(0)), **config,
     )  # fmt: skip
     return out
 
 
-def scatter_states(state, src, indices):
+def scatter_states(state, src, indices, seen=None):
     """Writes `src` [N, *row] into the slots' rows, converted to the pool's dtype."""
-    N, size = indices.numel(), state[0].numel()
+    tensors = (state, src, indices)
+    if _scatter.again(seen, tensors):
+        return
+    N, size = indices.numel(), prod(state.shape[1:])
     config = configs.pick("states", size=size)
-    scatter_kernel[(N * triton.cdiv(size, config["BS"]),)](
-        state, src, indices, state.shape[0], size, state.stride(0), src.stride(0), indices.stride(0), **config
-    )
+    _scatter(
+        seen, N * triton.cdiv(size, config["BS"]), tensors,
+        (state.shape[0], size, state.stride(0), src.stride(0), indices.stride(0)), **config,
+    )  # fmt: skip
