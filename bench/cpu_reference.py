@@ -2,27 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference backend beside transformers' PyTorch path, on this CPU.
 
-    python bench/cpu_reference.py
+    python bench/cpu_reference.py --out DIR
 
 H=16, D=128, bf16: prefill of 512 tokens, chunked and token by token; one decode step of batches of 1 and 16.
-All get the log decay and beta ready made and normalise q and k themselves. Calls alternate between the two;
-medians. Writes bench/results/cpu_reference.json.
+All get the log decay and beta ready made and normalise q and k themselves. Calls take turns; medians.
+Writes DIR/cpu_reference.json, in the format of `python -m kda bench`.
 """
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import kda
-from common import Results, copy_bytes_per_s, side_by_side_ms
-from kda.cli.check import err
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-H, D = 16, 128
+import kda  # noqa: E402
+from kda.cli.bench import measure  # noqa: E402
+from kda.cli.bench.peers import transformers_forms  # noqa: E402
+from kda.cli.bench.rows import Results, Row, machine  # noqa: E402
+from kda.cli.check import err  # noqa: E402
+
+H, D, T = 16, 128, 512
 
 
 def inputs(B: int, T: int) -> tuple[list[Tensor], Tensor]:
@@ -34,80 +38,48 @@ def inputs(B: int, T: int) -> tuple[list[Tensor], Tensor]:
     return x, torch.randn(B, H, D, D, generator=gen) * 0.1
 
 
-def theirs(fn, x: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers keeps the state [B, H, K, V]; `state` comes so. Unwrapped it does not go to fla's kernels."""
-    return inspect.unwrap(fn)(*x, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+def chunk(x: list[Tensor], state: Tensor):
+    return kda.chunk_kda(*x, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
+def recurrent(x: list[Tensor], state: Tensor):
+    return kda.fused_recurrent_kda(*x, initial_state=state, inplace_final_state=True, use_qk_l2norm_in_kernel=True)
+
+
+def timed(results: Results, row: Row, calls: dict, tokens: int, seconds: float) -> None:
+    row.ms = measure.in_turn({name: measure.on_cpu(call) for name, call in calls.items()}, seconds)
+    results.add(row)
+    for name, t in row.ms.items():
+        rate, ratio = tokens / t["ms"] * 1e3, row.ms["transformers"]["ms"] / t["ms"]
+        print(f"{row.part} {row.name}: {name:24} {t['ms']:9.3f} ms {rate:10,.0f} tokens/s {ratio:6.2f}x transformers",
+              flush=True)  # fmt: skip
 
 
 def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--runs", type=int, default=9, help="calls a prefill; a decode step 20 times that")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=6, help="of calls for a row")
     opts = parser.parse_args()
 
-    from transformers.models.glm5_next.modeling_glm5_next import (
-        chunk_kimi_delta_attention,
-        recurrent_kimi_delta_attention,
-    )
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    bandwidth = copy_bytes_per_s("cpu", 512)
-    results = Results(opts.out / "cpu_reference.json", command=sys.argv, copy_bytes_per_s=bandwidth, H=H, D=D)
-    print(f"{results.data['machine']['cpu']}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
-          f"copy {bandwidth / 1e9:.1f} GB/s", flush=True)
-
-    T = 512
+    forms = transformers_forms()
+    about = machine() | dict(kind="cpu", threads=torch.get_num_threads(), backend="reference", command=" ".join(sys.argv))
+    results = Results(opts.out, about, (), fresh=True, file="cpu_reference.json")
     x, state = inputs(1, T)
-    flipped = state.transpose(-1, -2).contiguous()
-
-    def our_chunk():
-        return kda.chunk_kda(*x, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
-
-    def our_recurrent():
-        return kda.fused_recurrent_kda(
-            *x, initial_state=state, inplace_final_state=True, use_qk_l2norm_in_kernel=True)
-
-    ref_o, ref_s = theirs(recurrent_kimi_delta_attention, [t.float() for t in x], flipped)
-    o, s = our_chunk()
-    print(f"chunk against transformers' recurrence in fp32: output {err(o, ref_o):.1e}, "
-          f"state {err(s.transpose(-1, -2), ref_s):.1e}", flush=True)
-    fns = {
-        "kda chunk": our_chunk,
-        "kda recurrent": our_recurrent,
-        "transformers recurrent": lambda: theirs(recurrent_kimi_delta_attention, x, flipped),
-        "transformers chunk": lambda: theirs(chunk_kimi_delta_attention, x, flipped),
-    }
-    ms = side_by_side_ms(fns, opts.runs)
-    base = ms["transformers recurrent"]
-    for name, t in ms.items():
-        results.add(
-            "prefill",
-            f"prefill T={T}: {name:24} {t:8.1f} ms {T / t * 1e3:10,.0f} tokens/s "
-            f"{base / t:6.2f}x transformers recurrent",
-            name=name, T=T, ms=t, tokens_per_s=T / t * 1e3, over_transformers_recurrent=base / t,
-        )
-
+    flipped = state.transpose(-1, -2).contiguous()  # they keep states [B, H, K, V]
+    ref_o, ref_s = forms["transformers"]([t.float() for t in x], flipped)
+    o, s = chunk(x, state)
+    print(f"{about['cpu']}, {about['threads']} threads; chunk against transformers' recurrence in fp32: output "
+          f"{err(o, ref_o):.1e}, state {err(s.transpose(-1, -2), ref_s):.1e}", flush=True)  # fmt: skip
+    calls = {"kda, chunk": partial(chunk, x, state), "kda, recurrent": partial(recurrent, x, state)}
+    calls |= {name: partial(form, x, flipped) for name, form in forms.items()}
+    timed(results, Row("prefill", f"T={T}", dict(H=H, T=T)), calls, T, 4 * opts.seconds)
     for B in (1, 16):
         x, state = inputs(B, 1)
         flipped = state.transpose(-1, -2).contiguous()
-
-        fns = {
-            "kda recurrent": our_recurrent,
-            "transformers recurrent": lambda: theirs(recurrent_kimi_delta_attention, x, flipped),
-        }
-        ms = side_by_side_ms(fns, opts.runs * 20)
-        base = ms["transformers recurrent"]
-        for name, t in ms.items():
-            rate = 2 * state.numel() * 4 / (t * 1e-3)
-            results.add(
-                "decode",
-                f"decode batch {B:2}: {name:24} {t:8.3f} ms {rate / 1e9:8.1f} GB/s of state "
-                f"({rate / bandwidth:.0%} of copy) {base / t:6.2f}x transformers",
-                name=name, batch=B, ms=t, state_bytes_per_s=rate, share_of_copy=rate / bandwidth,
-                over_transformers_recurrent=base / t,
-            )
+        calls = {
+            "kda, recurrent": partial(recurrent, x, state), "transformers": partial(forms["transformers"], x, flipped),
+        }  # fmt: skip
+        timed(results, Row("decode", f"N={B}", dict(H=H, N=B)), calls, B, opts.seconds)
     return 0
 
 

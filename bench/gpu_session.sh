@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # All that a machine with a GPU is asked in one go: the tests, then errors and times; everything lands in DIR.
-#   PYTHONPATH=.:.peers bash bench/gpu_session.sh DIR [tests|accuracy|times|configs|cpu ...]
+#   PYTHONPATH=.:.peers bash bench/gpu_session.sh DIR [tests|bench|configs|cpu ...]
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1; shift
-parts=${*:-tests accuracy times cpu}
+parts=${*:-tests bench cpu}
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 
@@ -20,10 +20,6 @@ part tests-kernels 300 python3 -m pytest tests -q -n 16 --ignore tests/triton_cp
 part tests-cpu 150 python3 -m pytest tests/triton_cpu -q -n 14
 part tests-amx 90 env CUDA_VISIBLE_DEVICES= KDA_CPU_ISA=amx OMP_NUM_THREADS=1 \
     python3 -m pytest tests/test_chunk.py tests/test_norm.py tests/test_layer.py -q -n 16
-part accuracy 90 python3 bench/gpu.py --out "$out" --part accuracy --peers flashkda
-part times-prefill 120 python3 bench/gpu.py --out "$out" --part prefill --peers flashkda
-part times-layer 60 python3 bench/gpu.py --out "$out" --part layer
-part times-decode 60 python3 bench/gpu.py --out "$out" --part decode --peers vllm
-part times-ops 90 python3 bench/gpu.py --out "$out" --part ops --peers vllm
+part bench 540 python3 -m kda bench --out "$out/bench" --minutes 8
 part configs 570 python3 -m kda tune --minutes 9 --jobs 14 --out "$out/tune"
-part cpu-isa 120 python3 bench/cpu.py --out "$out" --threads 16 --part isa --isa amx,avx512bf16,avx512 --seconds 1 --no-compile
+part cpu 420 python3 -m kda bench --device cpu --threads 16 --minutes 6 --out "$out/bench-cpu"

@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("doctor", "demo", "compile", "tune")
+COMMANDS = ("doctor", "demo", "compile", "tune", "bench")
 
 
 class CommandError(Exception):
