@@ -656,7 +656,7 @@ def shape(part, work, device):
     states = dict(K=D, V=D, itemsize=work.state_dtype.itemsize)
     kinds = {
         "chunk": dict(N=N, HV=H, K=D, V=D, T=T, dtype=work.dtype, bounded=work.bounded),
-        "chunk_combine": {},
+        "chunk_combine": dict(K=128, V=128),
         "kda_decode": states, "kda_verify": states, "kda_commit": states,
         "fused_recurrent": dict(N=N, HV=H, K=D, V=D, T=T),
         "causal_conv1d_fwd": dict(dim=3 * H * D, T=T),

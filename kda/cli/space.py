@@ -131,7 +131,7 @@ _FEW = Sizes(
     (Work(16, (512,)), Work(8, (200, 300))),
     (Work(2, (70,)),),
 )  # fmt: skip
-_CUT = Sizes((Work(16, (8192,), checked=CUT), Work(4, (8192,), D=256, checked=CUT)), (), (Work(2, CUT),))
+_CUT = Sizes((Work(16, (8192,), checked=CUT), Work(4, (8192,), checked=CUT)), (), (Work(2, CUT),))
 
 
 def _requests(tokens: int = 1, few: tuple[int, ...] = (1, 64), **kind) -> Sizes:
@@ -174,5 +174,5 @@ SIZES: dict[str, dict[str, Sizes]] = {
     "causal_conv1d_update": {"decode": _requests(), "windows of 2 to 8": _requests(4)},
     "rms_norm_gated": {"128": _joined(_requests(), Sizes((Work(64, (8192,)),), (Work(16, (512,)),), ()))},
     "fused_kda_gate": {"K of 128, to 1,024 tokens": _SHORT, "K of 128, more tokens": _LONG},
-    "chunk_combine": {"segments of long sequences": _CUT},
+    "chunk_combine": {"128 x 128": _CUT},
 }  # fmt: skip

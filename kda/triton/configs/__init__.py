@@ -128,8 +128,8 @@ def _speculative(K: int, V: int, itemsize: int, device: torch.device, **_) -> di
 
 
 def _conv_fwd(dim: int, device: torch.device, **_) -> dict:
-    # BT >= W - 1: only the program of a sequence's first chunk touches its conv state. A lane takes 8 channels, 16 bytes.
-    BT, BD = (8, 64) if device.type == "cpu" else (16, 256)
+    # BT >= W - 1: only the program of a sequence's first chunk touches its conv state. A lane takes 4 channels.
+    BT, BD = (8, 64) if device.type == "cpu" else (16, 4 * _warp_size(device))
     return {"BT": BT, "BD": min(next_power_of_2(dim), BD), "num_warps": 1}
 
 

@@ -47,7 +47,7 @@ REGIMES: dict[str, dict[str, Callable[..., bool]]] = {
         "64 x 64": _square(64),
     },
     # One launch a prefill of few heads and long sequences; of K and V it takes 128 and 256, with one configuration.
-    "chunk_combine": {"segments of long sequences": lambda **_: True},
+    "chunk_combine": {"128 x 128": _square(128)},
     "kda_decode": _BY_STATES,
     "kda_verify": _BY_STATES,
     "kda_commit": _BY_STATES,
