@@ -2,7 +2,7 @@
 """NVIDIA H200: measured configurations, by kernel and regime (regimes.py), each with its evidence.
 
 Rows override entries of the defaults. Figures are medians of CUDA graph replays, bf16 activations, head dims of 128, with
-torch 2.11 and Triton 3.6, on 2026-11-29 and 30; more of them in docs/design.md, and in bench/results/ where a file is named.
+torch 2.11 and Triton 3.6, on 2026-11-29 and 30; more of them in docs/design.md and bench/results/h200.
 H100 and GH200 have the same multiprocessors and take the same rows, not measured there.
 
 Rows with a ratio to the former row: `python -m kda tune`, 2026-11-30.
@@ -72,7 +72,7 @@ TABLE = {
     "fused_recurrent": {
         "128 x 128": Row(
             {"BV": 8, "num_warps": 1, "num_stages": 3},
-            "decode of 1, 8, 64, 256 requests of 64 heads: 4.3, 15.3, 134.8, 527.9 us; 2026-11-29, gpu-decode.json",
+            "decode of 1, 8, 64, 256 requests of 64 heads: 4.3, 15.3, 134.8, 527.9 us; 2026-11-29",
         ),
         "64 x 64": Row(
             {"BV": 16, "num_warps": 1, "num_stages": 3},
@@ -98,7 +98,7 @@ TABLE = {
     "rms_norm_gated": {
         "128": Row(
             {"BR": 16, "BD": 128, "num_warps": 4},
-            "1, 8, 64, 256 requests of 64 heads: 2.6, 2.7, 3.1, 5.1 us; 2026-11-29, gpu-ops.json",
+            "1, 8, 64, 256 requests of 64 heads: 2.6, 2.7, 3.1, 5.1 us; 2026-11-29",
         ),
     },
     "fused_kda_gate": {
