@@ -10,7 +10,7 @@ import torch
 
 from kda.cli import workloads
 from kda.cli.trial import Outcome
-from kda.cli.using import Scratch, alone, using
+from kda.cli.using import Scratch, alone, broken, using
 from kda.cli.workloads import Work
 
 # A sample is the fastest of some batches of calls, each so long at least: whatever else runs only ever adds time.
@@ -59,12 +59,7 @@ class Stopwatch:
 
     def broken(self) -> bool:
         """Whether the GPU no longer answers this process."""
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            return True
-        return False
+        return broken(self.device)
 
     @contextlib.contextmanager
     def ready(self, config: dict, work: Work):

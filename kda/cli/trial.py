@@ -237,15 +237,10 @@ class Trial:
         return Outcome(True, spills=None if self.device.type == "cpu" else sum(spills.values()), code=code)
 
     def broken(self) -> bool:
-        """Whether the GPU no longer answers this process, as after an access outside of memory."""
-        import torch
+        """Whether the GPU no longer answers this process."""
+        from kda.cli.using import broken
 
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            return True
-        return False
+        return broken(self.device)
 
 
 def not_its_fault(error: BaseException) -> bool:

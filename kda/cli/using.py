@@ -16,6 +16,16 @@ OTHERS = {
 }  # fmt: skip
 
 
+def broken(device: torch.device) -> bool:
+    """Whether the GPU no longer answers this process, as after an access outside of memory."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def using(part: str, config: dict) -> Iterator[None]:
     """Within the block launches of `part` take `config` where it differs; {} is what they take anyway."""

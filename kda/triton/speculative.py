@@ -92,31 +92,24 @@ def move_history(state, count, m, sh_w, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def conv_tile(x, history, weight, bias, t, L, H, channels, sx_t, sh_w, sw_w,
-              SILU: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """[BT, BD] fp32 outputs of tokens t .. t + BT - 1; pointers are [BD], at token 0, column 0, tap 0.
-
-    The history has H = W - 1 columns, or H = 0: then zeros stand for it.
-    """
-    i = t + tl.arange(0, BT)[:, None].to(tl.int64)
-    tokens = channels[None, :] & (i >= 0) & (i < L)
+def conv_tile(x, history, weight, bias, L, channels, sx_t, sh_w, sw_w,
+              W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """[BT, BD] fp32 outputs, SiLU included, of L tokens; pointers are [BD], at token 0, column 0 of W - 1, tap 0."""
+    i = tl.arange(0, BT)[:, None].to(tl.int64)
+    tokens = channels[None, :] & (i < L)
     acc = tl.zeros([BT, BD], tl.float32)
     for w in tl.static_range(W):
         j = i + (w - (W - 1))  # [BT, 1] the token under tap w; the history (column i + w) ends at token -1
         z = tl.load(x[None, :] + j * sx_t, mask=tokens & (j >= 0), other=0.0).to(tl.float32)
-        if history is not None:
-            if history.dtype.element_ty != x.dtype.element_ty:
-                z = cast(z, history.dtype.element_ty).to(tl.float32)
-            if w < W - 1:
-                if t + w < W - 1:
-                    old = tl.load(history[None, :] + (i + w) * sh_w, mask=tokens & (i + w < H), other=0.0)
-                    z = tl.where(j < 0, old.to(tl.float32), z)
+        if history.dtype.element_ty != x.dtype.element_ty:
+            z = cast(z, history.dtype.element_ty).to(tl.float32)
+        if w < W - 1:
+            old = tl.load(history[None, :] + (i + w) * sh_w, mask=tokens & (i + w < W - 1), other=0.0)
+            z = tl.where(j < 0, old.to(tl.float32), z)
         acc += z * tl.load(weight + w * sw_w, mask=channels, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         acc += tl.load(bias, mask=channels, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        acc *= tl.sigmoid(acc)
-    return acc
+    return acc * tl.sigmoid(acc)
 
 
 @triton.jit
@@ -124,7 +117,7 @@ def load_window(x, state, weight, bias, count, L, m, x_t, sh_w, sw_w,
                 W: tl.constexpr, BW: tl.constexpr, PT: tl.constexpr):  # fmt: skip
     """[PT, BD] convolved tokens, rounded as `x` is, and what `store_window` takes: history [BW, BD], inputs [PT, BD]."""
     BD: tl.constexpr = m.shape[0]
-    y = conv_tile(x, state + count * sh_w, weight, bias, 0, L, W - 1, m, x_t, sh_w, sw_w, True, W, PT, BD)
+    y = conv_tile(x, state + count * sh_w, weight, bias, L, m, x_t, sh_w, sw_w, W, PT, BD)
     z = load_history(state, count, m, sh_w, W, BW)
     t = tl.arange(0, PT)[:, None].to(tl.int64)
     new = tl.load(x[None, :] + t * x_t, m[None, :] & (t < L), 0.0)
