@@ -661,7 +661,7 @@ def shape(part, work, device):
         "fused_recurrent": dict(N=N, HV=H, K=D, V=D, T=T),
         "causal_conv1d_fwd": dict(dim=3 * H * D, T=T),
         "causal_conv1d_update": dict(dim=3 * H * D, window=longest),
-        "rms_norm_gated": dict(D=D),
+        "rms_norm_gated": dict(D=D, rows=T * H),
         "fused_kda_gate": dict(T=T, HV=H, K=D),
     }  # fmt: skip
     return kinds[part] | dict(device=device)

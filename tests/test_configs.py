@@ -23,7 +23,7 @@ SIZES = {
     "fused_recurrent": dict(N=(1, 256), HV=(64,), K=(64, 128), V=(64, 128), T=(1, 300)),
     "causal_conv1d_fwd": dict(dim=(48, 255, 256, 24576), T=(0, 1, 1024, 1025, 65536)),
     "causal_conv1d_update": dict(dim=(48, 24576), window=(0, 1, 2, 8, 9)),
-    "rms_norm_gated": dict(D=(64, 128, 256)),
+    "rms_norm_gated": dict(D=(64, 128, 256), rows=(1, 1 << 20)),
     "fused_kda_gate": dict(T=(1, 1024, 1025), HV=(1, 64), K=(64, 128)),
     "chunk_combine": dict(K=(64, 128), V=(128,)),
 }  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_table_is_found_by_words_of_the_devices_name(device, yes):
 
 
 CHUNK = dict(C=16, PRECISION="tf32x3")
-RULE = CHUNK | dict(BV=64, PARTS=2, PIECES=3, walk=dict(num_warps=4, num_stages=4))
+RULE = CHUNK | dict(BV=64, PARTS=2, walk=dict(num_warps=4, num_stages=5))
 ON_H200 = [
     ("chunk", dict(N=1, HV=64, K=128, V=128, T=8192, dtype=BF16, bounded=True), RULE | dict(intra=dict(num_warps=1, num_stages=1))),
     ("chunk", dict(N=1, HV=16, K=128, V=128, T=65536, dtype=BF16, bounded=True), RULE | dict(intra=dict(num_warps=1, num_stages=1))),
@@ -120,9 +120,9 @@ ON_H200 = [
     ("chunk", dict(N=1, HV=64, K=96, V=32, T=256, dtype=BF16, bounded=True),
      RULE | dict(BV=32, intra=dict(num_warps=1, num_stages=1))),
     ("chunk", dict(N=1, HV=16, K=128, V=128, T=8192, dtype=FP32),
-     CHUNK | dict(BV=16, PARTS=1, PIECES=1, intra=dict(num_warps=4, num_stages=1), walk=dict(num_warps=2, num_stages=1))),
+     CHUNK | dict(BV=16, PARTS=1, intra=dict(num_warps=4, num_stages=1), walk=dict(num_warps=2, num_stages=1))),
     ("chunk", dict(N=4, HV=64, K=64, V=64, T=8192, dtype=BF16),
-     CHUNK | dict(BV=64, PARTS=1, PIECES=1, intra=dict(num_warps=2, num_stages=1), walk=dict(num_warps=4, num_stages=3))),
+     CHUNK | dict(BV=64, PARTS=1, intra=dict(num_warps=2, num_stages=1), walk=dict(num_warps=4, num_stages=3))),
     ("kda_decode", dict(K=128, V=128, itemsize=4), dict(BV=128, KI=64, STREAM=False, num_warps=4, num_stages=1)),
     ("kda_decode", dict(K=128, V=128, itemsize=2), dict(BV=64, KI=64, STREAM=False, num_warps=2, num_stages=1)),
     ("kda_decode", dict(K=256, V=80, itemsize=2), dict(BV=16, KI=64, STREAM=False, num_warps=2, num_stages=1)),
@@ -133,7 +133,8 @@ ON_H200 = [
     ("causal_conv1d_fwd", dict(dim=24576, T=64), dict(BT=16, BD=128, num_warps=1)),
     ("causal_conv1d_update", dict(dim=24576, window=1), dict(BT=1, BD=256, num_warps=4)),
     ("causal_conv1d_update", dict(dim=24576, window=4), dict(BT=4, BD=256, num_warps=2)),
-    ("rms_norm_gated", dict(D=128), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=4)),
+    ("rms_norm_gated", dict(D=128, rows=64), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=4)),
+    ("rms_norm_gated", dict(D=128, rows=1 << 19), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=2)),
 ]  # fmt: skip
 
 
@@ -189,7 +190,7 @@ def test_a_processor_takes_the_table_of_its_model_and_path(monkeypatch, processo
     monkeypatch.setattr(table, "processor", lambda: processor)
     monkeypatch.setattr(table, "processor_path", lambda: path)
     table.of.cache_clear()
-    found = [configs.pick("rms_norm_gated", D=D, device=cpu)["BR"] for D in (128, 64)]
+    found = [configs.pick("rms_norm_gated", D=D, rows=1, device=cpu)["BR"] for D in (128, 64)]
     table.of.cache_clear()
     assert found == [64 if takes else 16, 32]
 
@@ -242,8 +243,8 @@ def test_a_table_of_another_version_says_so(pretend, monkeypatch):
     monkeypatch.setitem(nvidia_h200.TABLE, "rms_norm_gated", {"128": table.Row({"BR": 16, "ROWS": 4, "maxnreg": 64}, "planted")})
     pretend("NVIDIA H200", (9, 0))
     with pytest.raises(ValueError, match="NVIDIA H200 .* another version: rms_norm_gated, 128 has ROWS, which.*remove the row"):
-        configs.pick("rms_norm_gated", D=128, device=GPU)
-    assert configs.pick("rms_norm_gated", D=64, device=GPU)["BR"] == 32
+        configs.pick("rms_norm_gated", D=128, rows=1, device=GPU)
+    assert configs.pick("rms_norm_gated", D=64, rows=1, device=GPU)["BR"] == 32
     monkeypatch.setitem(nvidia_h200.TABLE, "kda_decode", {"wide states": table.Row({"BV": 16}, "planted")})
     assert configs.stale(GPU) == ["kda_decode, wide states is no regime", "rms_norm_gated, 128 has ROWS"]
 
@@ -262,7 +263,7 @@ def test_the_driver_is_asked_once(pretend, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: asked.append(1) or "NVIDIA H200")
     for _ in range(3):
-        configs.pick("rms_norm_gated", D=128, device=GPU)
+        configs.pick("rms_norm_gated", D=128, rows=1, device=GPU)
     assert asked == [1]
 
 
@@ -296,7 +297,7 @@ def test_overrides_come_before_tables(pretend, monkeypatch):
     pretend("NVIDIA H200", (9, 0))
     monkeypatch.setitem(configs.overrides, "chunk_walk", {"BV": 16})
     assert configs.pick("chunk", N=1, HV=64, K=128, V=128, dtype=BF16, device=GPU)["BV"] == 16
-    assert configs.pick("rms_norm_gated", D=128, device=GPU)["BR"] == 16
+    assert configs.pick("rms_norm_gated", D=128, rows=1, device=GPU)["BR"] == 16
 
 
 def test_launches_of_the_layer_find_their_row():

@@ -141,3 +141,13 @@ def test_module_weights_load_from_a_state_dict(backend):
 def test_module_refuses_an_unknown_activation():
     with pytest.raises(ValueError, match="activation.*gelu"):
         kda.FusedRMSNormGated(32, activation="gelu")
+
+
+@pytest.mark.parametrize("many", [600, 70_000])
+def test_a_row_gives_the_same_bits_alone_and_among_others(backend, many):
+    """Above 65,536 rows a GPU's programs have other numbers of warps."""
+    x, g = (randn(many, 128, seed=seed, dtype=BF16, device=backend.device) for seed in (1, 2))
+    weight = randn(128, seed=3, device=backend.device)
+    whole = kda.rms_norm_gated(x, g, weight, None, activation="sigmoid")
+    for rows in (slice(0, 1), slice(17, 90)):
+        assert torch.equal(kda.rms_norm_gated(x[rows], g[rows], weight, None, activation="sigmoid"), whole[rows])

@@ -33,12 +33,10 @@ def _intra_on_gpu() -> list[dict]:
 
 
 def _walk_on_gpu() -> list[dict]:
-    # A lane holds 64 or 128 values of the state. Stages pay for decays that come in pieces, through a product.
-    tiles, depths = ((64, 4), (32, 4), (32, 2), (128, 8)), {3: (2, 3, 4, 5), 1: (2, 3)}
+    # A lane holds 64 or 128 values of the state.
     return [
-        {"BV": BV, "PIECES": pieces, "walk": {"num_warps": number, "num_stages": stages}}
-        for BV, number in tiles
-        for pieces, stages in ((pieces, n) for pieces, depth in depths.items() for n in depth)
+        {"BV": BV, "walk": {"num_warps": number, "num_stages": stages}}
+        for (BV, number), stages in itertools.product(((64, 4), (32, 4), (32, 2), (128, 8)), (2, 3, 4, 5, 6))
     ]
 
 
@@ -63,7 +61,7 @@ GPU: dict[str, list[dict]] = {
     "kda_commit": _states_on_gpu(KI=(32, 64)),
     "fused_recurrent": every(BV=(4, 8, 16, 32), num_warps=(1, 2), num_stages=(1, 3)),
     "causal_conv1d_update": _channels(BT=(1, 2, 4, 8)),
-    "rms_norm_gated": every(BR=(16, 32, 64), BD=(128,), num_warps=(1, 2, 4, 8)),
+    "rms_norm_gated": every(BR=(16, 32, 64), BD=(128,)),  # warps: by the number of rows, as the defaults have them
     "fused_kda_gate": every(BT=(1, 2, 4, 8), BH=(8, 16), num_warps=(2, 4, 8)),
     "chunk_combine": every(BV=(16, 32), num_warps=(4, 8), num_stages=(1, 2, 3)),
 }
@@ -73,8 +71,7 @@ CPU: dict[str, list[dict]] = {
     "kda_decode": every(BV=(16, 32, 64, 128), STREAM=(True, False)),
     "chunk_intra": [{"PARTS": parts, "intra": {"num_warps": 1, "num_stages": 1}} for parts in (1, 2, 4)],
     "chunk_walk": [
-        {"BV": BV, "PIECES": pieces, "walk": {"num_warps": 4, "num_stages": 1}}
-        for BV, pieces in itertools.product((16, 32, 64, 128), (1, 3))
+        {"BV": BV, "walk": {"num_warps": 4, "num_stages": 1}} for BV in (16, 32, 64, 128)
     ],
     "causal_conv1d_fwd": every(BT=(8, 16, 32), BD=(16, 32, 64, 128, 256), num_warps=(1,)),
     "kda_verify": every(BV=(16, 32, 64, 128)),
@@ -91,8 +88,8 @@ def candidates(part: str, device: torch.device, regime: str = "") -> list[dict]:
     found = CPU[part] if device.type == "cpu" else GPU[part]
     if torch.version.hip is not None:
         found = [c for c in found if "maxnreg" not in str(c)]  # an option of NVIDIA's compiler
-    if part == "chunk_walk" and regime == "64 x 64":  # decays come in pieces for bf16 products only
-        found = [c for c in found if c["PIECES"] == 1 and c["BV"] <= 64]
+    if part == "chunk_walk" and regime == "64 x 64":
+        found = [c for c in found if c["BV"] <= 64]
     if part == "causal_conv1d_update" and regime == "decode":
         found = [c for c in found if c["BT"] == 1]  # of one token
     return found

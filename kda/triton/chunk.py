@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked delta rule (prefill), cut in kernels where the parallelism changes; contract.md section 2.
 
-Inside a chunk of C tokens, with y the log decays, G their inclusive cumulative sum, b = beta and S [V, K] the state
-that enters:
+Inside a chunk of C tokens, with y the log decays, G their inclusive cumulative sum, b = beta, k and q as they came, and S
+[V, K] the state that enters:
 
-    A[i, j] = b_i sum_k k_i k_j exp(G_i - G_j)  (i > j)      P[i, j] = scale sum_k q_i k_j exp(G_i - G_j)  (i >= j)
-    U = (I + A)^-1 diag(b)      w = U (k exp(G))             R = P U      z = scale q exp(G) - R (k exp(G))
+    A[i, j] = c_i sum_k k_i k_j exp(G_i - G_j)  (i > j)      a = b / |k|      P[i, j] = sum_k q_i k_j exp(G_i - G_j)  (i >= j)
+    M = (I + A)^-1                                           c = a / |k|      R = scale / |q| P M diag(a)
+    w = diag(c) k exp(G)        x = M^T (k exp(G_last - G))                   z = scale / |q| (q exp(G) - P M w)
 
-    d = U v - w S^T      o = R v + z S^T      S' = S exp(G_last) + d^T (k exp(G_last - G))
+    e = diag(a) v - w S^T       o = R v + z S^T              S' = S exp(G_last) + e^T x
 
-`chunk_intra_kernel` computes U, R, w, z and the keys of the last product for every chunk at once (one program a chunk
-and value head); walk.py carries S through the chunks of a sequence. Only d stands between one state and the next. k is
-used as it came, its norm 1 / |k| kept in U, R and d: where nothing decays, keys then enter the products unrounded, and
-errors of equal keys cancel as the keys do.
+`chunk_intra_kernel` computes diag(a), R, w, z and x for every chunk at once (one program a chunk and value head); walk.py
+carries S through the chunks of a sequence. Only e stands between one state and the next. Without l2 norm |k| = |q| = 1.
+
+The inverse could as well multiply v and w. But of nearly equal keys with beta 1 each value takes the place of the one
+before, so that sums over tokens are sums of differences, and the roundings of each token's key and value would add up.
+Here differences are taken between keys, in two halves: rows of x are small but for the last one, which is k itself, as
+norms are left to e, and so a bf16 number. For the same reason columns of A and P come from products of halves.
 
 No exponential can overflow, however negative a gate is: pairs (i, j) are split into levels h = 1, 2, 4, .., C/2. At
 level h, i lies in the odd and j in the even half of a block of 2h tokens, and
@@ -44,6 +48,33 @@ RANGE = tl.constexpr(58.0)  # where all decays of a chunk fit 2**-118 .. 1, this
 
 
 @triton.jit
+def two_halves(x, dt: tl.constexpr):
+    """What stands for an fp32 tile in products of `dt`: two bf16 halves, or itself and something to ignore."""
+    if dt == tl.bfloat16:
+        return halves(x)
+    else:
+        return x, x
+
+
+@triton.jit
+def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """acc + a @ b for an fp32 `a`, which bf16 products take in two halves."""
+    if dt == tl.bfloat16:
+        head, rest = halves(a)
+        return dot(head, b, dot(rest, b, acc, PRECISION), PRECISION)
+    else:
+        return dot(a, b, acc, PRECISION)
+
+
+@triton.jit
+def product_with_halves(a, head, rest, acc, PRECISION: tl.constexpr):
+    """acc + a @ (head + rest), what `two_halves` made of a tile."""
+    if head.dtype == tl.bfloat16:
+        acc = dot(a, rest, acc, PRECISION)
+    return dot(a, head, acc, PRECISION)
+
+
+@triton.jit
 def level_products(q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
     """sum_k k_i k_j exp(G_i - G_j) and the same with q_i, for the pairs (i, j) of level HALF; zero elsewhere."""
     C: tl.constexpr = q.shape[0]
@@ -51,16 +82,16 @@ def level_products(q, k, y, HALF: tl.constexpr, SPLIT: tl.constexpr, PRECISION: 
     odd = i // HALF % 2 == 1
     sums = tl.where((i // HALF == j // HALF) & tl.where(odd, j <= i, j > i), 1.0, 0.0)
     e = tl.exp2(sign_dot(sums, y, SPLIT, PRECISION))  # [C, K]
-    rows = cast(k * e, dt)
-    cols = tl.trans(rows)
+    q, k = q * e, k * e
     pairs = level_pairs(i, j, HALF)
-    kk = tl.where(pairs, dot(rows, cols, None, PRECISION), 0.0)
-    return kk, tl.where(pairs, dot(cast(q * e, dt), cols, None, PRECISION), 0.0)
+    kk = tl.where(pairs, fine_dot(k, tl.trans(k), dt == tl.bfloat16, PRECISION), 0.0)
+    return kk, tl.where(pairs, fine_dot(q, tl.trans(k), dt == tl.bfloat16, PRECISION), 0.0)
 
 
 @triton.jit
 def products_by_levels(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
-    """For any gate: both products [C, C], q exp(G), k exp(G) and k exp(G_last - G) [C, K], exp(G_last) [K]."""
+    """For any gate: both products [C, C]; q exp(G), k exp(G), and what makes up k exp(G_last - G) [C, K], two halves and
+    a factor of their columns; exp(G_last) [K]."""
     C: tl.constexpr = q.shape[0]
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     y = tl.where(y < -1e4, -1e4, y)  # exp2 is zero long before; keeps -inf out of the sums, and a NaN a NaN
@@ -72,7 +103,9 @@ def products_by_levels(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt
             qk += qk_h
     up = tl.exp2(sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION))
     down = tl.exp2(sign_dot(tl.where(s > r, 1.0, 0.0), y, SPLIT, PRECISION))
-    return kk, qk, cast(q * up, dt), cast(k * up, dt), k * down, row(up, C - 1)
+    head, rest = two_halves(k * down, dt)
+    decay = row(up, C - 1)
+    return kk, qk, cast(q * up, dt), cast(k * up, dt), head, rest, decay * 0.0 + 1.0, decay
 
 
 @triton.jit
@@ -81,24 +114,25 @@ def products_at_once(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: 
     C: tl.constexpr = q.shape[0]
     r, s = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     G = sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION)
-    up, k_down = tl.exp2(G), k * tl.exp2(-G - RANGE)
-    q_up, k_up, cols = cast(q * up, dt), cast(k * up, dt), tl.trans(cast(k_down, dt))
-    kk = tl.where(r > s, dot(k_up, cols, None, PRECISION), 0.0)
-    qk = tl.where(r > s, dot(q_up, cols, None, PRECISION), 0.0)
+    up = tl.exp2(G)
+    q_up, k_up = cast(q * up, dt), cast(k * up, dt)
+    head, rest = two_halves(k * tl.exp2(-G - RANGE), dt)
+    kk = tl.where(r > s, product_with_halves(k_up, tl.trans(head), tl.trans(rest), None, PRECISION), 0.0)
+    qk = tl.where(r > s, product_with_halves(q_up, tl.trans(head), tl.trans(rest), None, PRECISION), 0.0)
     last = tl.min(G, 0)  # G falls from row to row
     back = tl.exp2(tl.zeros([1], tl.float32) + RANGE)
-    return kk * back, qk * back, q_up, k_up, k_down * tl.exp2(last + RANGE)[None, :], tl.exp2(last)
+    return kk * back, qk * back, q_up, k_up, head, rest, tl.exp2(last + RANGE), tl.exp2(last)
 
 
 @triton.jit
 def part_of_channels(
-    q_ptr, k_ptr, g_ptr, bias_ptr, live, A, lower_bound, kg_ptr, decay_ptr, q_t, k_t, g_t,
+    q_ptr, k_ptr, g_ptr, bias_ptr, live, A, lower_bound, decay_ptr, q_t, k_t, g_t,
     K: tl.constexpr, K0: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, AT_ONCE: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr,
 ):  # fmt: skip
-    """Of channels K0 .. K0 + BP - 1: k k^T and q k^T with decays [C, C], sums q k, q q and k k [C], q exp(G) and
-    k exp(G) [C, BP]; stores what the state takes."""
+    """Of channels K0 .. K0 + BP - 1: k k^T and q k^T with decays [C, C], sums q k, q q and k k [C], and q exp(G),
+    k exp(G) [C, BP] and what makes up k exp(G_last - G); stores the decays."""
     i, o_k = tl.arange(0, C), K0 + tl.arange(0, BP)
     t, m = i.to(tl.int64)[:, None], live[:, None] & (o_k < K)[None, :]
     q = tl.load(q_ptr + t * q_t + o_k[None, :], m, 0.0).to(dt)
@@ -115,23 +149,33 @@ def part_of_channels(
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dt)
     q, k = dot(one, q, None, PRECISION), dot(one, k, None, PRECISION)
     if AT_ONCE:
-        kk, qk, q_up, k_up, kg, decay = products_at_once(q, k, y, SPLIT, PRECISION, dt)
+        kk, qk, q_up, k_up, head, rest, factor, decay = products_at_once(q, k, y, SPLIT, PRECISION, dt)
     else:
-        kk, qk, q_up, k_up, kg, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
-    tl.store(kg_ptr + i[:, None] * K + o_k[None, :], cast(kg, dt), (i < C)[:, None] & (o_k < K)[None, :])
-    store_decay(decay_ptr + o_k, decay, o_k < K, K)
-    return kk, qk, tl.sum(q * k, 1), tl.sum(q * q, 1), tl.sum(k * k, 1), q_up, k_up
+        kk, qk, q_up, k_up, head, rest, factor, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
+    tl.store(decay_ptr + o_k, decay, o_k < K)
+    return kk, qk, tl.sum(q * k, 1), tl.sum(q * q, 1), tl.sum(k * k, 1), (q_up, k_up, head, rest, factor)
+
+
+@triton.jit
+def store_x(tile, X, head, rest, factor, K: tl.constexpr, K0: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr):
+    """x of channels K0 and on: X [C, C] by keys in two halves, times a factor of their columns."""
+    C: tl.constexpr = head.shape[0]
+    i, o_k = tl.arange(0, C), K0 + tl.arange(0, head.shape[1])
+    x = product_of_halves(X, head, None, PRECISION, dt)
+    if dt == tl.bfloat16:
+        x = dot(halves(X)[0], rest, x, PRECISION)
+    tl.store(tile + i[:, None] * K + o_k[None, :], cast(x * factor[None, :], dt), (i < C)[:, None] & (o_k < K)[None, :])
 
 
 @triton.jit
 def store_wz(
-    tiles, U, R, q_up, k_up, q_inv, K: tl.constexpr, K0: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
+    tiles, W, R, q_up, k_up, q_inv, K: tl.constexpr, K0: tl.constexpr, PRECISION: tl.constexpr, dt: tl.constexpr
 ):  # fmt: skip
-    """w = U k_up and z = q_inv (q_up + R k_up) of channels K0 and on."""
+    """-w and z of channels K0 and on, from products of W and R [C, C] with k exp(G)."""
     C: tl.constexpr = k_up.shape[0]
     i, o_k = tl.arange(0, C), K0 + tl.arange(0, k_up.shape[1])
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dt)
-    w = product_of_halves(U, k_up, None, PRECISION, dt)
+    w = product_of_halves(W, k_up, None, PRECISION, dt)
     z = product_of_halves(R, k_up, dot(one, q_up, None, PRECISION), PRECISION, dt) * q_inv[:, None]
     o_ck, m_ck = i[:, None] * K + o_k[None, :], (i < C)[:, None] & (o_k < K)[None, :]
     tl.store(tiles + o_ck, cast(w, dt), m_ck)
@@ -139,8 +183,8 @@ def store_wz(
 
 
 @triton.jit
-def store_ur(tile, x, dt: tl.constexpr):
-    """U or R [C, C]; in bf16 two halves side by side."""
+def store_ar(tile, x, dt: tl.constexpr):
+    """diag(a) or R [C, C]; in bf16 two halves side by side."""
     C: tl.constexpr = x.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     if dt == tl.bfloat16:
@@ -151,34 +195,11 @@ def store_ur(tile, x, dt: tl.constexpr):
         tl.store(tile + i * C + j, x)
 
 
-@triton.jit
-def store_decay(decay_ptr, decay, m, K: tl.constexpr):
-    """Of pointers [BP]: fp32, or three bf16 pieces in rows of K that add up to it."""
-    if decay_ptr.dtype.element_ty == tl.bfloat16:
-        head, rest = halves(decay)
-        tl.store(decay_ptr, head, m)
-        head, rest = halves(decay - head.to(tl.float32))
-        tl.store(decay_ptr + K, head, m)
-        tl.store(decay_ptr + 2 * K, rest, m)
-    else:
-        tl.store(decay_ptr, decay, m)
-
-
-@triton.jit
-def product_of_halves(a, b, acc, PRECISION: tl.constexpr, dt: tl.constexpr):
-    """acc + a @ b for an fp32 `a`, which bf16 products take in two halves."""
-    if dt == tl.bfloat16:
-        head, rest = halves(a)
-        return dot(head, b, dot(rest, b, acc, PRECISION), PRECISION)
-    else:
-        return dot(a, b, acc, PRECISION)
-
-
 @triton.jit(do_not_specialize=["T", "N", "NC"])
 def chunk_intra_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, cu_seqlens,  # inputs
-    tiles_ptr,  # [slots, HV, ..]: -w, z, k exp(G_last - G) [C, K], U, R [C, C] (or with their rests [C, 2 C])
-    decay_ptr,  # [slots, HV, K] fp32 or [slots, HV, 3, K] bf16: exp(G_last)
+    tiles_ptr,  # [slots, HV, ..]: -w, z, x [C, K], diag(a), R [C, C] (or with their rests [C, 2 C])
+    decay_ptr,  # [slots, HV, K] fp32: exp(G_last)
     out_ptr,
     scale, lower_bound, T, N, NC,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, out_t, out_h,  # strides
@@ -193,9 +214,9 @@ def chunk_intra_kernel(
     h = hv // (HV // H)
     i = tl.arange(0, C)
     if IS_VARLEN:
-        seq, c = find_sequence(cu_seqlens, slot, N, T, C)
+        seq, chunk = find_sequence(cu_seqlens, slot, N, T, C)
         bos, eos = sequence_range(cu_seqlens, seq, N, T)
-        batch, t0, length = seq * 0, bos + c * C, eos - bos - c * C
+        batch, t0, length = seq * 0, bos + chunk * C, eos - bos - chunk * C
         if seq == N:  # the tail that belongs to no sequence
             if ZERO_TAIL:
                 o_v = tl.arange(0, BV)
@@ -216,10 +237,10 @@ def chunk_intra_kernel(
     q_ptr += batch * q_b + t0 * q_t + h * q_h
     k_ptr += batch * k_b + t0 * k_t + h * k_h
     g_ptr += batch * g_b + t0 * g_t + hv * g_h
-    a = 0.0
+    amplitude = 0.0
     if RAW_GATE:
         h_a = hv // (HV // HA)
-        a = tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32))
+        amplitude = tl.exp(tl.load(A_log_ptr + h_a).to(tl.float32))
         if HAS_BIAS:
             bias_ptr += h_a * K
     if HAS_BETA:
@@ -231,16 +252,15 @@ def chunk_intra_kernel(
 
     CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
     tiles = tiles_ptr + pid * (3 * C * K + 2 * C * CW)
-    decay_ptr += pid * (K if decay_ptr.dtype.element_ty == tl.float32 else 3 * K)
+    decay_ptr += pid * K
     BP: tl.constexpr = BK // PARTS
-    q_up, k_up = (), ()
+    of_parts = ()
     for part in tl.static_range(PARTS):
         of_part = part_of_channels(
-            q_ptr, k_ptr, g_ptr, bias_ptr, live, a, lower_bound, tiles + 2 * C * K, decay_ptr, q_t, k_t, g_t,
+            q_ptr, k_ptr, g_ptr, bias_ptr, live, amplitude, lower_bound, decay_ptr, q_t, k_t, g_t,
             K, part * BP, BP, C, AT_ONCE, RAW_GATE, HAS_BIAS, BOUNDED, SPLIT, PRECISION, dt,
         )  # fmt: skip
-        q_up += (of_part[5],)
-        k_up += (of_part[6],)
+        of_parts += (of_part[5],)
         if part == 0:
             A, P, p, qq, kk = of_part[0], of_part[1], of_part[2], of_part[3], of_part[4]
         else:
@@ -249,21 +269,19 @@ def chunk_intra_kernel(
         q_inv, k_inv = scale / tl.sqrt(qq + 1e-6), 1.0 / tl.sqrt(kk + 1e-6)
     else:
         q_inv, k_inv = qq * 0.0 + scale, kk * 0.0 + 1.0
-    p *= k_inv  # the diagonal of P, in fp32; q_inv comes last everywhere
-
-    A *= (b * k_inv)[:, None] * k_inv[None, :]
-    P *= k_inv[None, :]
-    M = tl.where(r > s, unit_triangular_inverse(A, C, SPLIT, PRECISION), 0.0)
-    # What multiplies v: U with the norm that d carries, and R.
-    R = tl.where(r == s, p[:, None], P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M) * b[None, :]
-    U = tl.where(r == s, 1.0, M) * k_inv[:, None] * b[None, :]
-    store_ur(tiles + 3 * C * K, U, dt)
-    store_ur(tiles + 3 * C * K + C * CW, R * q_inv[:, None], dt)
-    # What multiplies the state, through the keys; -w, to be added.
-    U *= -k_inv[None, :]
-    R *= -k_inv[None, :]
+    a, c = b * k_inv, b * k_inv * k_inv
+    M = tl.where(r > s, unit_triangular_inverse(A * c[:, None], C, SPLIT, PRECISION), 0.0)
+    X = tl.trans(tl.where(r == s, 1.0, M))
     for part in tl.static_range(PARTS):
-        store_wz(tiles, U, R, q_up[part], k_up[part], q_inv, K, part * BP, PRECISION, dt)
+        _, _, head, rest, factor = of_parts[part]
+        store_x(tiles + 2 * C * K, X, head, rest, factor, K, part * BP, PRECISION, dt)
+    # The diagonal of P is p, in fp32; that of M is one.
+    R = tl.where(r == s, p[:, None], P + fine_dot(P, M, SPLIT, PRECISION) + p[:, None] * M)
+    store_ar(tiles + 3 * C * K, tl.where(r == s, a[:, None], 0.0), dt)
+    store_ar(tiles + 3 * C * K + C * CW, R * a[None, :] * q_inv[:, None], dt)
+    W, R = tl.where(r == s, -c[:, None], 0.0), R * -c[None, :]
+    for part in tl.static_range(PARTS):
+        store_wz(tiles, W, R, of_parts[part][0], of_parts[part][1], q_inv, K, part * BP, PRECISION, dt)
 
 
 _intra = Launch(chunk_intra_kernel)
@@ -294,9 +312,8 @@ def plan(
     segments = None
     if parts is None or parts == sequences:
         segments = walk.segments(sequences, HV, T, K, V, cfg, half, parts is not None, device)
-    tile, decay = 3 * C * K + C * C * (4 if half else 2), cfg["PIECES"] * K
-    scratch = [((slots, HV, tile), torch.bfloat16 if half else torch.float32),
-               ((slots, HV, decay), torch.bfloat16 if cfg["PIECES"] > 1 else torch.float32)]  # fmt: skip
+    tile = 3 * C * K + C * C * (4 if half else 2)
+    scratch = [((slots, HV, tile), torch.bfloat16 if half else torch.float32), ((slots, HV, K), torch.float32)]
     if segments is not None:
         scratch += [((segments.places, HV, rows, K), torch.float32) for rows in (V + K, V)]
     return Plan(cfg, N, slots, chunks, segments, Scratch(device, *scratch))

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.launch import Launch
-from kda.triton.tiles import cast, find_sequence, sequence_range
+from kda.triton.tiles import cast, find_sequence, sequence_range, silu
 
 
 @triton.jit
@@ -32,13 +32,6 @@ def pool_slot(indices, n, s_indices, N, slots, NULL_SLOTS: tl.constexpr):
         for null in tl.static_range(len(NULL_SLOTS)):
             live &= slot != NULL_SLOTS[null]
     return slot, live & (slot < slots)
-
-
-@triton.jit
-def silu(x):
-    """x sigmoid(x), in the fewest instructions of a GPU: exp2, and two factors for a division."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return x * root * root
 
 
 @triton.jit
@@ -85,6 +78,44 @@ def conv_rows(x, history, weight, bias, out, d, live, t, L, H, dim, sx_t, sh_w, 
             i = t + (r - (W - 1))
             y = cast(tl.where(live, y, 0.0), out.dtype.element_ty)
             tl.store(out + i * so_t, y, d < tl.where((i >= 0) & (i < L), dim, 0))
+
+
+@triton.jit
+def load_window(x, history, m, sh_w, W: tl.constexpr):
+    """The W newest inputs as the conv state holds them, the oldest first; pointers are [BD]."""
+    z = ()
+    for w in tl.static_range(W - 1):
+        z += (tl.load(history + w * sh_w, m, 0.0),)
+    return z + (cast(tl.load(x, m, 0.0).to(tl.float32), history.dtype.element_ty),)
+
+
+@triton.jit
+def load_taps(weight, m, sw_w, W: tl.constexpr):
+    """The W weights of each channel."""
+    taps = ()
+    for w in tl.static_range(W):
+        taps += (tl.load(weight + w * sw_w, m, 0.0),)
+    return taps
+
+
+@triton.jit
+def convolve(z, taps, bias, SILU: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
+    """The convolution at the newest token, in fp32 but rounded to `dtype`."""
+    y = tl.zeros(z[0].shape, tl.float32)
+    if bias is not None:
+        y += bias.to(tl.float32)
+    for w in tl.static_range(W):
+        y += z[w].to(tl.float32) * taps[w].to(tl.float32)
+    if SILU:
+        y = silu(y)
+    return cast(y, dtype).to(tl.float32)
+
+
+@triton.jit
+def store_window(history, z, m, sh_w, W: tl.constexpr):
+    """The conv state moves on: it holds all of the window but the oldest input."""
+    for w in tl.static_range(W - 1):
+        tl.store(history + w * sh_w, z[w + 1], m)
 
 
 @triton.jit
@@ -139,7 +170,7 @@ def causal_conv1d_update_kernel(
     x, weight, bias, conv_state, conv_state_indices, num_accepted_tokens, query_start_loc, out,
     N, T, dim, slots, columns, sx_n, sx_d, sx_t, sw_d, sw_w, sh_n, sh_d, sh_w, s_indices, s_accepted,
     so_n, so_d, so_t,
-    NULL_SLOTS: tl.constexpr, SILU: tl.constexpr,
+    NULL_SLOTS: tl.constexpr, SILU: tl.constexpr, ONE_TOKEN: tl.constexpr,
     W: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -165,11 +196,21 @@ def causal_conv1d_update_kernel(
     out += n * so_n + bos * so_t + d * so_d
     if bias is not None:
         bias += d
-    for t in range(0, L, BT):
-        conv_rows(x, history, weight + d * sw_d, bias, out, d, live, t, L, W - 1, dim, sx_t, sh_w, sw_w, so_t,
-                  SILU, W, BT)  # fmt: skip
-    if live & (L > 0):
-        roll_state(x, history, state, shift, kept, W - 1, d < dim, sx_t, sh_w, W, BW)
+    if ONE_TOKEN:  # all that the state keeps is in registers
+        m, m_live, b = d < dim, d < tl.where(live, dim, 0), None
+        z, taps = load_window(x, state, m_live, sh_w, W), load_taps(weight + d * sw_d, m, sw_w, W)
+        if bias is not None:
+            b = tl.load(bias, m, 0.0)
+        tl.debug_barrier()  # a column is overwritten once every warp has read it
+        store_window(state, z, m_live, sh_w, W)
+        y = convolve(z, taps, b, SILU, W, out.dtype.element_ty)
+        tl.store(out, cast(tl.where(live, y, 0.0), out.dtype.element_ty), m)
+    else:
+        for t in range(0, L, BT):
+            conv_rows(x, history, weight + d * sw_d, bias, out, d, live, t, L, W - 1, dim, sx_t, sh_w, sw_w, so_t,
+                      SILU, W, BT)  # fmt: skip
+        if live & (L > 0):
+            roll_state(x, history, state, shift, kept, W - 1, d < dim, sx_t, sh_w, W, BW)
 
 
 _fwd = Launch(causal_conv1d_fwd_kernel)
@@ -227,6 +268,7 @@ def causal_conv1d_update(x, conv_state, weight, bias, silu, conv_state_indices, 
          conv_state_indices.stride(0) if conv_state_indices is not None else 0,
          num_accepted_tokens.stride(0) if num_accepted_tokens is not None else 0, *out_strides),
         NULL_SLOTS=tuple(s for s in null_slots if s > 0), SILU=silu,
+        ONE_TOKEN=query_start_loc is None and num_accepted_tokens is None and T == 1,
         W=W, BW=triton.next_power_of_2(W - 1), **config,
     )  # fmt: skip
     return out

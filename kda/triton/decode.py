@@ -17,44 +17,9 @@ import triton
 import triton.language as tl
 
 from kda.triton import configs
+from kda.triton.conv import convolve, load_taps, load_window, store_window
 from kda.triton.launch import Launch
 from kda.triton.tiles import along_k, along_v, cast, log_decay, state_tile, sum_k
-
-
-@triton.jit
-def load_window(x, history, m, sh_w, W: tl.constexpr):
-    """The W newest inputs as the conv state holds them, the oldest first; pointers are [BD]."""
-    z = ()
-    for w in tl.static_range(W - 1):
-        z += (tl.load(history + w * sh_w, m, 0.0),)
-    return z + (cast(tl.load(x, m, 0.0).to(tl.float32), history.dtype.element_ty),)
-
-
-@triton.jit
-def load_taps(weight, m, sw_w, W: tl.constexpr):
-    """The W weights of each channel."""
-    taps = ()
-    for w in tl.static_range(W):
-        taps += (tl.load(weight + w * sw_w, m, 0.0),)
-    return taps
-
-
-@triton.jit
-def convolve(z, taps, bias, W: tl.constexpr, dtype: tl.constexpr):
-    """silu of the convolution at the newest token, in fp32 but rounded to `dtype`."""
-    y = tl.zeros(z[0].shape, tl.float32)
-    for w in tl.static_range(W):
-        y += z[w].to(tl.float32) * taps[w].to(tl.float32)
-    if bias is not None:
-        y += bias.to(tl.float32)
-    return cast(y * tl.sigmoid(y), dtype).to(tl.float32)
-
-
-@triton.jit
-def store_window(history, z, m, sh_w, W: tl.constexpr):
-    """The conv state moves on: it holds all of the window but the oldest input."""
-    for w in tl.static_range(W - 1):
-        tl.store(history + w * sh_w, z[w + 1], m)
 
 
 @triton.jit
@@ -69,7 +34,7 @@ def sum_all(x, NV: tl.constexpr):
 @triton.jit
 def queries_and_keys(z_q, z_k, w_q, w_k, b_q, b_k, scale, W: tl.constexpr, KI: tl.constexpr, dtype: tl.constexpr):
     """q^ with its scale and k^ as factors of a state tile, and their product."""
-    q, k = convolve(z_q, w_q, b_q, W, dtype), convolve(z_k, w_k, b_k, W, dtype)
+    q, k = convolve(z_q, w_q, b_q, True, W, dtype), convolve(z_k, w_k, b_k, True, W, dtype)
     q_norm = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
     k_norm = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
     kq = tl.sum(k * q, 0) * (k_norm * q_norm)
@@ -183,7 +148,7 @@ def kda_decode_kernel(
             else:  # it is; but a compiler that does not know leaves what follows behind the loads of S
                 loaded = tl.load(indices + n * idx_n) == slot
             if loaded:
-                v = convolve(z_v, w_v, b_v, W, dtype)
+                v = convolve(z_v, w_v, b_v, True, W, dtype)
                 if not SLICES:
                     q, k, kq = queries_and_keys(z_q, z_k, w_q, w_k, b_q, b_k, scale, W, KI, dtype)
                     decay, b = decay_and_beta(g, g_bias, A_log, beta, lower_bound, KI, BOUNDED)

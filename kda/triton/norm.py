@@ -34,14 +34,14 @@ def row_squares(a, dtype: tl.constexpr, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def gated(a, scale, weight, bias, g, out, d, mask, opens, D, SILU: tl.constexpr):
-    """Stores a tile [BR, BD] of the output from `a` and the rows' 1 / rms [BR, 1]."""
+def gated(a, scale, gate, w, b, out, d, mask, opens, SILU: tl.constexpr):
+    """Stores a tile [BR, BD] of the output from `a`, the rows' 1 / rms [BR, 1] and the factors."""
     y = a * scale
-    if weight is not None:
-        y *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    gate = tl.load(g + d[None, :], mask=mask & opens, other=0.0).to(tl.float32)
+    if w is not None:
+        y *= w.to(tl.float32)[None, :]
+    if b is not None:
+        y += b.to(tl.float32)[None, :]
+    gate = tl.where(opens, gate.to(tl.float32), 0.0)
     if SILU:
         y *= gate
     y *= tl.sigmoid(gate)
@@ -82,6 +82,12 @@ def rms_norm_gated_kernel(
     if ONE_TILE:
         mask = (r < R) & (d < D)[None, :]
         a = residual_sum(x, residual, residual_out, d, mask)
+        w, b = None, None
+        gate = tl.load(g + d[None, :], mask=mask, other=0.0)  # on its way beside x, as are the weight and the bias
+        if weight is not None:
+            w = tl.load(weight + d, mask=d < D, other=0.0)
+        if bias is not None:
+            b = tl.load(bias + d, mask=d < D, other=0.0)
         squares = row_squares(a, exact, squares, PRECISION)
     else:
         for d0 in range(0, D, BD):
@@ -92,12 +98,18 @@ def rms_norm_gated_kernel(
     scale = (1.0 / tl.sqrt(total / D + eps))[:, None]
     opens = (total != 0)[:, None] if PADDED else True  # rows of zeros are padding, whose gate may be anything
     if ONE_TILE:
-        gated(a, scale, weight, bias, g, out, d, mask, opens, D, SILU)
+        gated(a, scale, gate, w, b, out, d, mask, opens, SILU)
     else:
         for d0 in range(0, D, BD):
             mask = (r < R) & (d0 + d < D)[None, :]
             a = residual_sum(x, residual, None, d0 + d, mask)
-            gated(a, scale, weight, bias, g, out, d0 + d, mask, opens, D, SILU)
+            w, b = None, None
+            gate = tl.load(g + (d0 + d)[None, :], mask=mask, other=0.0)
+            if weight is not None:
+                w = tl.load(weight + d0 + d, mask=d0 + d < D, other=0.0)
+            if bias is not None:
+                b = tl.load(bias + d0 + d, mask=d0 + d < D, other=0.0)
+            gated(a, scale, gate, w, b, out, d0 + d, mask, opens, SILU)
 
 
 _launch = Launch(rms_norm_gated_kernel)
@@ -121,7 +133,7 @@ def rms_norm_gated(
         return out
     R0, R1, R, D = x.shape
     strides = [(x if t is None else t).stride()[:3] for t in (x, g, residual, residual_out, out)]
-    config = configs.pick("rms_norm_gated", D=D, device=x.device)
+    config = configs.pick("rms_norm_gated", D=D, rows=R0 * R1 * R, device=x.device)
     _launch(
         seen, R0 * R1 * triton.cdiv(R, config["BR"]), tensors,
         (eps, R1, R, D, out.shape[1], *(step for steps in strides for step in steps)),

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kda.triton import configs
 from kda.triton.launch import Launch
-from kda.triton.tiles import along_k, along_v, cast, log_decay, row, sequence_range, state_tile, sum_k
+from kda.triton.tiles import along_k, along_v, cast, log_decay, row, sequence_range, silu, state_tile, sum_k
 
 
 @triton.jit
@@ -98,6 +98,8 @@ def conv_tile(x, history, weight, bias, L, channels, sx_t, sh_w, sw_w,
     i = tl.arange(0, BT)[:, None].to(tl.int64)
     tokens = channels[None, :] & (i < L)
     acc = tl.zeros([BT, BD], tl.float32)
+    if bias is not None:
+        acc += tl.load(bias, mask=channels, other=0.0).to(tl.float32)[None, :]
     for w in tl.static_range(W):
         j = i + (w - (W - 1))  # [BT, 1] the token under tap w; the history (column i + w) ends at token -1
         z = tl.load(x[None, :] + j * sx_t, mask=tokens & (j >= 0), other=0.0).to(tl.float32)
@@ -107,9 +109,7 @@ def conv_tile(x, history, weight, bias, L, channels, sx_t, sh_w, sw_w,
             old = tl.load(history[None, :] + (i + w) * sh_w, mask=tokens & (i + w < W - 1), other=0.0)
             z = tl.where(j < 0, old.to(tl.float32), z)
         acc += z * tl.load(weight + w * sw_w, mask=channels, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        acc += tl.load(bias, mask=channels, other=0.0).to(tl.float32)[None, :]
-    return acc * tl.sigmoid(acc)
+    return silu(acc)
 
 
 @triton.jit

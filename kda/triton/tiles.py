@@ -83,6 +83,13 @@ def log_decay(g, A, lower_bound, beta, threshold, BOUNDED: tl.constexpr):
 
 
 @triton.jit
+def silu(x):
+    """x sigmoid(x), in the fewest instructions of a GPU: exp2, and two factors for a division."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * root * root
+
+
+@triton.jit
 def halves(x):
     """fp32 `x` as a bf16 head, cut off, and a bf16 rest: 16 bits of it."""
     head = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)

@@ -40,7 +40,7 @@ class Checkpoints(NamedTuple):
 def walk_chunks(
     S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, at, o_v, m_v, v_t, out_t,
     HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MAPS: tl.constexpr, PRECISION: tl.constexpr,
+    MAPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state behind tokens bos .. eos - 1, whose first chunk is place `at` of the tiles; stores their outputs.
 
@@ -49,62 +49,50 @@ def walk_chunks(
     dt: tl.constexpr = tiles_ptr.dtype.element_ty
     CW: tl.constexpr = 2 * C if dt == tl.bfloat16 else C
     SIZE: tl.constexpr = 3 * C * K + 2 * C * CW
-    PIECES: tl.constexpr = 3 if decay_ptr.dtype.element_ty == tl.bfloat16 else 1
-    # One product with both halves of U and R, of v beside itself, where a product is an instruction that is waited for.
-    CV: tl.constexpr = CW if PIECES > 1 else C
     ROWS: tl.constexpr = C if MAPS else 2 * C
-    i, ii, j, o_k = tl.arange(0, C), tl.arange(0, ROWS), tl.arange(0, CV), tl.arange(0, BK)
+    i, ii, o_k = tl.arange(0, C), tl.arange(0, ROWS), tl.arange(0, BK)
     m_k = o_k < K
     m_ck = m_k[None, :] & (i < C)[:, None]
 
-    # Pointers move on by one chunk, as address arithmetic would be half of the loop. Of loads that lead to a product the
-    # compiler sees to it that they are on their way chunks ahead; so all do, the decays too if they come in pieces.
+    # Pointers move on by one chunk, as address arithmetic would be half of the loop.
     tiles = tiles_ptr + at * SIZE
-    p_wz, p_kg = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
-    p_ur = tiles + 3 * C * K + ii[:, None] * CW + j[None, :]
-    p_decay = decay_ptr + at * (PIECES * K) + o_k[None, :]
-    if PIECES > 1:
-        p_decay += i[:, None] * K
-        m_decay = m_k[None, :] & (i < PIECES)[:, None]
-    else:
-        m_decay = m_k[None, :]
-    i_v = j % C if CV > C else j
-    p_v = v_ptr + (bos + i_v)[None, :] * v_t + o_v[:, None]
+    p_wz, p_x = tiles + ii[:, None] * K + o_k[None, :], tiles + 2 * C * K + i[:, None] * K + o_k[None, :]
+    p_ar = tiles + 3 * C * K + ii[:, None] * CW + i[None, :]
+    p_decay = decay_ptr + at * K + o_k[None, :]
+    p_v = v_ptr + (bos + i)[None, :] * v_t + o_v[:, None]
     p_out = out_ptr + (bos + i)[None, :] * out_t + o_v[:, None]
     left, chunk = (eos - bos).to(tl.int32), tl.full([], C, tl.int64)
-    ones = tl.full([BV, C], 1.0, dt)
 
-    # Everything is held transposed, [V, ..] in front: S and d then enter the products from registers.
-    for _ in range(0, tl.cdiv(left, C)):
-        v = tl.load(p_v, m_v[:, None] & (i_v < left)[None, :], 0.0).to(dt)  # [V, C], or twice side by side
-        UR = tl.load(p_ur)  # [2 C, C], or with their rests beside; MAPS: [C, ..]
+    # Everything is held transposed, [V, ..] in front: S and e then enter the products from registers. All loads are on
+    # their way STAGES - 1 chunks ahead; without being told so, Triton does that for those that lead to a product only.
+    for _ in tl.range(0, tl.cdiv(left, C), num_stages=STAGES):
+        v = tl.load(p_v, m_v[:, None] & (i < left)[None, :], 0.0).to(dt)  # [V, C]
+        AR = tl.load(p_ar)  # [2 C, C]; MAPS: [C, C]
         if K == BK:
-            wz, kg = tl.load(p_wz), tl.load(p_kg)  # [2 C, K], [C, K]
+            wz, x = tl.load(p_wz), tl.load(p_x)  # [2 C, K], [C, K]
         else:
-            wz, kg = tl.load(p_wz, m_k[None, :] & (ii < ROWS)[:, None], 0.0), tl.load(p_kg, m_ck, 0.0)
-        decay = tl.load(p_decay, m_decay, 0.0)  # [1, K], or pieces [C, K] that ..
-        if PIECES > 1:
-            decay = dot(ones, decay, None, PRECISION)  # .. a product adds up in each row of [V, K]
+            wz, x = tl.load(p_wz, m_k[None, :] & (ii < ROWS)[:, None], 0.0), tl.load(p_x, m_ck, 0.0)
+        decay = tl.load(p_decay, m_k[None, :], 0.0)  # [1, K]
 
-        both = dot(v, tl.trans(UR), None, PRECISION)
-        if CW > CV:
-            both = dot(v, tl.trans(tl.load(p_ur + C)), both, PRECISION)
+        both = dot(v, tl.trans(AR), None, PRECISION)
+        if CW > C:
+            both = dot(v, tl.trans(tl.load(p_ar + C)), both, PRECISION)
         both = dot(cast(S, dt), tl.trans(wz), both, PRECISION)  # [V, 2 C]
         S *= decay
         if MAPS:
-            d = both
+            e = both
         else:
-            d, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
-        if dt == tl.bfloat16:  # the state takes d in two halves: its error is then the keys' rounding alone
-            d, d_rest = halves(d)
-            S = dot(d_rest, kg, S, PRECISION)
-        S = dot(d, kg, S, PRECISION)
+            e, o = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), [0, 2, 1]))  # [V, C]
+        if dt == tl.bfloat16:  # the state takes e in two halves, x alone is rounded
+            e, e_rest = halves(e)
+            S = dot(e_rest, x, S, PRECISION)
+        S = dot(e, x, S, PRECISION)
         if not MAPS:
             tl.store(p_out, cast(o, out_ptr.dtype.element_ty), m_v[:, None] & (i < left)[None, :])
         p_wz += HV * SIZE
-        p_kg += HV * SIZE
-        p_ur += HV * SIZE
-        p_decay += HV * PIECES * K
+        p_x += HV * SIZE
+        p_ar += HV * SIZE
+        p_decay += HV * K
         p_v += chunk * v_t
         p_out += chunk * out_t
         left -= C
@@ -132,7 +120,7 @@ def chunk_walk_kernel(
     segments,  # fp32 [segment slots, HV, ..]: E and F [V + K, K] if MAPS, else the state that enters [V, K]
     T, N, NC, slots, state_n, final_n, idx_n, v_b, v_t, v_h, out_b, out_t, out_h,  # sizes and strides
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SEGMENT: tl.constexpr, MAPS: tl.constexpr, INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr,
+    STAGES: tl.constexpr, SEGMENT: tl.constexpr, MAPS: tl.constexpr, INDEXED: tl.constexpr, HAS_FLAGS: tl.constexpr,
     CHECKPOINTS: tl.constexpr,
     IS_VARLEN: tl.constexpr, HAS_INITIAL: tl.constexpr, STORE_FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +193,7 @@ def chunk_walk_kernel(
             next_slot = first_slot(cu_seqlens, p, T, C)
             S = walk_chunks(
                 S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
-                HV, K, C, BK, BV, MAPS, PRECISION,
+                HV, K, C, BK, BV, MAPS, STAGES, PRECISION,
             )  # fmt: skip
             if (kept > 0) & (kept < slots):
                 tl.store(final_state + kept * final_n + o_vk, cast(S, final_state.dtype.element_ty), m_vk)
@@ -213,7 +201,7 @@ def chunk_walk_kernel(
     else:
         S = walk_chunks(
             S, tiles_ptr, decay_ptr, v_ptr, out_ptr, bos, eos, slot * HV + hv, o_v, m_v, v_t, out_t,
-            HV, K, C, BK, BV, MAPS, PRECISION,
+            HV, K, C, BK, BV, MAPS, STAGES, PRECISION,
         )  # fmt: skip
 
     if MAPS:
@@ -341,7 +329,8 @@ def walk(
         _walk(
             seen, programs, tensors,
             (T, N, NC, slots, state_n, final_n, idx_n, *v.stride()[:3], *out.stride()[:3]), MAPS,
-            C=C, BK=max(configs.next_power_of_2(K), 16), BV=BV, SEGMENT=segment, MAPS=MAPS,
+            C=C, BK=max(configs.next_power_of_2(K), 16), BV=BV,
+            STAGES=cfg["walk"]["num_stages"], SEGMENT=segment, MAPS=MAPS,
             CHECKPOINTS=checkpoints is not None, STORE_FINAL=final_state is not None, **common, **cfg["walk"],
         )  # fmt: skip
 

@@ -89,23 +89,21 @@ def _chunk(
         intra = {"num_warps": 1, "num_stages": 1}
         if not bounded:  # levels take more registers than one warp has
             intra["num_warps"] = 2
-            if device.type == "cuda" and torch.version.hip is None:
-                intra["maxnreg"] = 128
         large, parts, BV, walk = _large_shared_memory(device), 1 if device.type == "cpu" else 2, 64, 4
         if rdna(device):  # of 64 channels at once the compiler spills 130 to 280 registers a lane, of 32 up to 20
             parts = 4
         if _lane_products(device):
             intra["num_warps"], BV, walk = 4, 32, 8
         return cfg | {
-            "BV": min(next_power_of_2(V), BV), "PARTS": parts, "PIECES": 3 if large else 1,
-            "intra": intra, "walk": {"num_warps": walk, "num_stages": 4 if large else 1 if rdna(device) else 2},
+            "BV": min(next_power_of_2(V), BV), "PARTS": parts,
+            "intra": intra, "walk": {"num_warps": walk, "num_stages": 5 if large else 1 if rdna(device) else 2},
         }  # fmt: skip
     # A program takes a slice of V: on a GPU narrower slices where heads are few.
     BV = min(max(next_power_of_2(V), 16), 64 if K <= 128 else 32)
     while device.type != "cpu" and BV > 16 and N * HV * -(-V // BV) < 128:
         BV //= 2
     return cfg | {
-        "BV": BV, "PARTS": 2 if K > 128 else 1, "PIECES": 1,
+        "BV": BV, "PARTS": 2 if K > 128 else 1,
         "intra": {"num_warps": 4, "num_stages": 1},
         "walk": {"num_warps": 4 if BV >= 32 else 2, "num_stages": 1},
     }  # fmt: skip
@@ -142,10 +140,13 @@ def _gate(T: int, HV: int, K: int, **_) -> dict:
     return {"BT": min(next_power_of_2(T // 1024), 8), "BH": BH, "num_warps": 4}
 
 
-def _norm(D: int, device: torch.device, **_) -> dict:
-    # The tile follows from D alone: the order of summation must not depend on how many rows there are.
+def _norm(D: int, rows: int, device: torch.device, **_) -> dict:
+    # The tile follows from D alone: the order of summation, that of a product, must not depend on how many rows there are.
+    # Warps share its elements, not its sums: two where there are programs enough.
     BD = min(max(next_power_of_2(D), 16), 128)
-    return {"BR": min(2048 // BD, 64), "BD": BD, "PRECISION": fp32_products(device), "num_warps": 4}
+    return {
+        "BR": min(2048 // BD, 64), "BD": BD, "PRECISION": fp32_products(device), "num_warps": 4 if rows <= 1 << 16 else 2,
+    }  # fmt: skip
 
 
 def _checkpoints(entries: int, dim: int, **_) -> dict:
@@ -203,7 +204,7 @@ def pick(kernel: str, **shape) -> dict:
 
 # Some shape that every default can answer for.
 _ANY = dict(
-    N=1, HV=64, K=128, V=128, D=128, T=8192, dim=24576, window=1, size=1, entries=1, itemsize=4, dtype=torch.bfloat16
+    N=1, HV=64, K=128, V=128, D=128, T=8192, rows=1, dim=24576, window=1, size=1, entries=1, itemsize=4, dtype=torch.bfloat16
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ TABLE = {
     "chunk_intra": {
         "bf16, 128 x 128, bounded gate": Row(
             {"PARTS": 2, "intra": {"num_warps": 1, "num_stages": 1}},
-            "8,192 tokens of 64 heads: 0.41 to 0.43 ms",
+            "8,192 tokens of 64 heads: 0.42 ms; {PARTS: 4} 0.45, of two warps 0.51; 2026-11-30",
         ),
         "bf16, 128 x 128, any gate": Row(
             {"PARTS": 2, "intra": {"num_warps": 2, "num_stages": 1}},
@@ -30,15 +30,15 @@ TABLE = {
     },
     "chunk_walk": {
         "bf16, 128 x 128, many heads": Row(
-            {"BV": 64, "PIECES": 3, "walk": {"num_warps": 4, "num_stages": 4}},
-            "8,192 tokens of 64 heads: 0.27 ms, 0.53 us a step; with 3 stages 0.34 ms",
+            {"BV": 64, "walk": {"num_warps": 4, "num_stages": 5}},
+            "8,192 tokens of 64 heads: 0.28 ms, 0.55 us a step; with 3 stages 0.35 ms; 2026-11-30",
         ),
         "bf16, 128 x 128, few heads": Row(
-            {"BV": 64, "PIECES": 3, "walk": {"num_warps": 4, "num_stages": 4}},
-            "65,536 tokens of 16 heads, in 8 segments: 1.98 ms in all; with {BV: 128, num_warps: 8} 2.09 ms",
+            {"BV": 64, "walk": {"num_warps": 4, "num_stages": 5}},
+            "65,536 tokens of 16 heads, in 8 segments: 1.87 ms in all; 2026-11-30",
         ),
         "64 x 64": Row(
-            {"BV": 64, "PIECES": 1, "walk": {"num_warps": 4, "num_stages": 3}},
+            {"BV": 64, "walk": {"num_warps": 4, "num_stages": 3}},
             "0.724x the former row, spread 0.001; H=64 T=1 x 8192: 1.107 ms, 0.630x; H=64 T=8192 in 6: 626.5 us, "
             "0.833x; 2026-11-30, torch 2.11.0+cu130, Triton 3.6.0",
         ),
@@ -90,15 +90,15 @@ TABLE = {
     "causal_conv1d_update": {
         "decode": Row(
             {"BT": 1, "BD": 256, "num_warps": 4},
-            "0.781x the former row, spread 0.003; H=64 T=1 x 1: 2.4 us, 0.830x; H=64 T=8 x 1: 4.2 us, 0.851x; H=64 "
-            "T=64 x 1: 15.4 us, 0.709x; H=64 T=256 x 1: 52.2 us, 0.710x; H=16 T=1 x 1: 2.0 us, 0.811x; H=16 T=64 x "
-            "1: 5.6 us, 0.788x; 2026-11-30, torch 2.11.0+cu130, Triton 3.6.0",
+            "1, 8, 64, 256 requests of 64 heads: 2.7, 4.2, 11.4, 36.9 us; {BD: 128, num_warps: 4}: 5.3, 3.8, 10.3, 39.9; {BD: 512, "
+            "num_warps: 8}: 3.3, 4.1, 11.3, 36.5; 2026-11-30",
         ),
     },
     "rms_norm_gated": {
         "128": Row(
-            {"BR": 16, "BD": 128, "num_warps": 4},
-            "1, 8, 64, 256 requests of 64 heads: 2.6, 2.7, 3.1, 5.1 us; 2026-11-29",
+            {"BR": 16, "BD": 128},
+            "1, 64, 256 requests of 64 heads, four warps: 2.8, 3.5, 6.1 us (two: 3.7, 3.6, 6.0); 8,192 tokens of 64, 16 heads, "
+            "two warps: 106.6, 30.6 us (four: 119.3, 33.0); {BR: 32 or 64} is no better; 2026-11-30",
         ),
     },
     "fused_kda_gate": {
