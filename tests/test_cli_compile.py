@@ -232,7 +232,7 @@ def test_process_that_cannot_start_is_a_problem_of_its_target(monkeypatch):
     assert "no such luck" in results.problems["cuda:90"]
 
 
-def test_interrupt_ends_the_processes(monkeypatch):
+def test_interrupt_ends_the_processes(request, monkeypatch):
     """Also one that had begun a launch: it is not started again for the rest."""
     start, started = subprocess.Popen, []
     says = "import json, time\nfor facts in dict(op='x', kernel='k', number=0), dict(launches=2):\n"
@@ -246,6 +246,8 @@ def test_interrupt_ends_the_processes(monkeypatch):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     monkeypatch.setattr(farm.subprocess, "Popen", popen)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         farm.compile_all([farm.Task("cuda:90"), farm.Task("cuda:80")], 1, interrupt)
     assert [process.wait(10) for process in started] == [-signal.SIGKILL]

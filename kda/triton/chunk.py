@@ -119,9 +119,9 @@ def products_at_once(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt: 
     head, rest = two_halves(k * tl.exp2(-G - RANGE), dt)
     kk = tl.where(r > s, product_with_halves(k_up, tl.trans(head), tl.trans(rest), None, PRECISION), 0.0)
     qk = tl.where(r > s, product_with_halves(q_up, tl.trans(head), tl.trans(rest), None, PRECISION), 0.0)
-    last = tl.min(G, 0)  # G falls from row to row
+    decay = tl.exp2(tl.min(G, 0))  # G falls from row to row
     back = tl.exp2(tl.zeros([1], tl.float32) + RANGE)
-    return kk * back, qk * back, q_up, k_up, head, rest, tl.exp2(last + RANGE), tl.exp2(last)
+    return kk * back, qk * back, q_up, k_up, head, rest, decay * back, decay
 
 
 @triton.jit

@@ -30,6 +30,6 @@ def fill(
     for name, call in calls.items():
         got = attempt(row, name, call)
         if got is not None:
-            limits = bound(kind) if alike is None and name.startswith("kda") else None
+            limits = bound(kind) if name.startswith("kda") else None
             windows = [err(a, b) for a, b in zip(got[0].split(WINDOW, 1), o.split(WINDOW, 1))]
             judged(row, name, errors(got, (o, states)) | {"windows": windows}, limits)

@@ -20,7 +20,7 @@ PAIRS = {
     ],
     "layer": [("kda_prefill", "kda, operations apart")],
     "speculation": [("kda_verify", "kda, full states")],
-    "ops": [("kda", "vllm"), ("kda", "torch")],
+    "ops": [("kda", "vllm"), ("kda, eager", "vllm, eager"), ("kda", "torch")],
     "isa": [(GIVEN, "transformers")],
 }  # fmt: skip
 MAIN = {

@@ -66,7 +66,7 @@ def accuracy(H: int, lens: list[int], dtype: str, bounded: bool, rank: int = 1) 
 
 def alike(gate: float, lens: list[int], rank: int = 1) -> Case:
     dims = dict(H=8, lens=lens, dtype="bfloat16", bounded=True, alike=gate)
-    return Case("accuracy", f"keys alike, gate {gate:g} (shown only)", dims, rank)
+    return Case("accuracy", f"keys alike, gate {gate:g}, {prompts(lens)}", dims, rank)
 
 
 def layer(H: int, lens: list[int], every: int, rank: int = 1) -> Case:
@@ -99,7 +99,7 @@ def GPU(all_peers: bool) -> list[Case]:
     lens, long = [459, 64, 1, 17, 200, 283], [8192]
     found += [accuracy(8, lens, dtype, bounded) for dtype in DTYPES for bounded in (True, False)]
     found += [accuracy(2, long, "bfloat16", bounded) for bounded in (True, False)]
-    found += [alike(gate, [70]) for gate in (-40.0, -8.0, -5.5)]  # decays of 1, 0.998 and 0.98 a token
+    found += [alike(gate, [1024]) for gate in (-40.0, -8.0, -5.5)]  # decays of 1, 0.998 and 0.98 a token
     found += [layer(64, [8192], 512), layer(64, SIX, 512), layer(16, SIX, 512)]
     for window, rank in ((4, 1), (2, 2), (8, 2)):
         found += [speculation(H, N, window, rank) for H, N in ((64, 1), (64, 8), (64, 64), (16, 8), (16, 64), (16, 256))]
@@ -129,7 +129,7 @@ def CPU() -> list[Case]:
     lens, long = [459, 64, 1, 17, 200, 283], [8192]
     found += [accuracy(8, lens, dtype, bounded) for dtype in DTYPES for bounded in (True, False)]
     found += [accuracy(2, long, "bfloat16", bounded) for bounded in (True, False)]
-    found += [alike(gate, [70]) for gate in (-40.0, -8.0, -5.5)]
+    found += [alike(gate, [1024]) for gate in (-40.0, -8.0, -5.5)]
     found += [layer(16, [512], 128), layer(16, [300, 20, 192], 128)]
     found += [speculation(16, N, window) for N in (1, 16) for window in (2, 4, 8)]
     return found + operations((16,), [512], (1, 16))
