@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from helpers import (BF16, DTYPES, FP16, FP32, GPU, assert_accurate, assert_only_view_written, bf16_on_gpu, call,
-                     chunk, dtype_id, each_dtype, frame, gpu_subset, head_major, ints, make, merged, on_backends, randn,
+                     chunk, dtype_id, each_dtype, frame, gpu_subset, head_major, ints, make, merged, on_backends, rand, randn,
                      recurrent, replace, starts)
 
 import kda
@@ -131,6 +131,21 @@ def repeated_keys(K, decay, dtype, device):
 @pytest.mark.parametrize("decay", [0.0, -0.02])
 def test_repeated_keys_do_not_amplify_the_error_of_the_inverse(backend, decay, dtype):
     (o, final), (want_o, want_state) = repeated_keys(32, decay, dtype, backend.device)
+    assert_accurate(o, want_o, dtype)
+    assert_accurate(final, want_state, dtype, "state")
+
+
+@bf16_on_gpu
+@each_dtype
+def test_chunks_of_slow_fast_and_growing_decays_in_turn(backend, dtype):
+    """Log decays as they are given: sums of a chunk on either side of what the products take at once, zeros, and y > 0."""
+    kinds = torch.tensor([-0.01, -4.9, -5.1, -60.0, 0.0, 0.02]).repeat_interleave(16)
+    x = make(lens=(7, 16 * 18 + 5), H=2, K=128, V=64, dtype=dtype, device=backend.device)
+    T = x.q.shape[1]
+    y = kinds.repeat(4)[:T, None, None] * (1 + 0.02 * rand(T, 2, 128, seed=5))
+    y = y.to(x.device)[None]
+    o, final = chunk(x, fused=False, g=y)
+    want_o, want_state = x.oracle(g=y, A_log=None)
     assert_accurate(o, want_o, dtype)
     assert_accurate(final, want_state, dtype, "state")
 

@@ -25,7 +25,8 @@ level h, i lies in the odd and j in the even half of a block of 2h tokens, and
 
 so both factors are exp of a sum that is never positive for a decaying gate. The inverse is built up by the same levels:
 M_2h = M_h - M_h A_h M_h, with A_h the entries of A at level h. Under a gate with a lower bound that C tokens cannot
-take out of the range of fp32, k exp(G) and k exp(-G) serve all pairs at once.
+take out of the range of fp32, k exp(G) and k exp(-G) serve all pairs at once, as they do on a CPU in any chunk whose decays
+stay in that range.
 """
 from __future__ import annotations
 
@@ -148,7 +149,12 @@ def part_of_channels(
     # rows then have one order, whatever the inputs' alignment in memory.
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(dt)
     q, k = dot(one, q, None, PRECISION), dot(one, k, None, PRECISION)
-    if AT_ONCE:
+    if AT_ONCE == "as decays are":
+        if (tl.min(tl.sum(y, 0), 0) >= -2 * RANGE) & (tl.max(tl.max(y, 1), 0) <= 0.0):
+            kk, qk, q_up, k_up, head, rest, factor, decay = products_at_once(q, k, y, SPLIT, PRECISION, dt)
+        else:
+            kk, qk, q_up, k_up, head, rest, factor, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
+    elif AT_ONCE == "always":
         kk, qk, q_up, k_up, head, rest, factor, decay = products_at_once(q, k, y, SPLIT, PRECISION, dt)
     else:
         kk, qk, q_up, k_up, head, rest, factor, decay = products_by_levels(q, k, y, SPLIT, PRECISION, dt)
@@ -388,7 +394,8 @@ def chunk_kda(
             (scale, lower_bound or 0.0, T, N, NC, *q.stride()[:3], *k.stride()[:3], *g.stride()[:3],
              *((0, 0) if beta is None else beta.stride()[:2]), *out.stride()[1:3]),
             H=H, HV=HV, HA=HV if A_log is None else A_log.numel(), K=K, V=V,
-            C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64), AT_ONCE=at_once,
+            C=C, BK=BK, BV=min(max(configs.next_power_of_2(V), 16), 64),
+            AT_ONCE="always" if at_once else "as decays are" if q.device.type == "cpu" else "never",
             PARTS=cfg["PARTS"], IS_VARLEN=varlen, L2NORM=use_qk_l2norm, HAS_BETA=beta is not None,
             SIGMOID_BETA=sigmoid_beta, RAW_GATE=A_log is not None, HAS_BIAS=g_bias is not None, BOUNDED=bounded,
             ZERO_TAIL=fresh, SPLIT=q.dtype != torch.float32, PRECISION=cfg["PRECISION"],
