@@ -2,6 +2,7 @@
 """Fixtures of all tests: the backend a test runs on, and fresh memory that shows when nobody wrote it."""
 
 import os
+import signal
 
 import torch
 
@@ -54,5 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs; some tests interrupt themselves
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu_subset(predicate): parameters with which the test runs on a GPU")
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*")

@@ -232,7 +232,7 @@ def test_process_that_cannot_start_is_a_problem_of_its_target(monkeypatch):
     assert "no such luck" in results.problems["cuda:90"]
 
 
-def test_interrupt_ends_the_processes(request, monkeypatch):
+def test_interrupt_ends_the_processes(monkeypatch):
     """Also one that had begun a launch: it is not started again for the rest."""
     start, started = subprocess.Popen, []
     says = "import json, time\nfor facts in dict(op='x', kernel='k', number=0), dict(launches=2):\n"
@@ -246,8 +246,6 @@ def test_interrupt_ends_the_processes(request, monkeypatch):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     monkeypatch.setattr(farm.subprocess, "Popen", popen)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         farm.compile_all([farm.Task("cuda:90"), farm.Task("cuda:80")], 1, interrupt)
     assert [process.wait(10) for process in started] == [-signal.SIGKILL]
@@ -321,6 +319,7 @@ def test_devices_are_known_by_the_names_that_drivers_give_them():
         assert [t.name for t in targets.TARGETS.values() if t.is_named(device)] == [name] * (name is not None), device
     for device in ("AMD EPYC 9B14 96-Core Processor", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz"):
         assert {t.backend for t in targets.TARGETS.values() if t.is_named(device)} == {"cpu"}
+    assert [t.name for t in targets.TARGETS.values() if t.is_named("AMD family 25 model 17, avx512bf16")] == ["cpu:avx512bf16"]
 
 
 @pytest.mark.parametrize(

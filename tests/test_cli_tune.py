@@ -48,6 +48,16 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
+@pytest.fixture(autouse=True)
+def defaults(monkeypatch):
+    """The processor that the tests run on has no table, as most have none."""
+    others = tuple(module for module in table.modules() if not table.is_for(module.NAMES, table.device_name(CPU)))
+    monkeypatch.setattr(table, "modules", lambda: others)
+    table.of.cache_clear()
+    yield
+    table.of.cache_clear()
+
+
 @pytest.fixture
 def conv_space(monkeypatch):
     """A space with a candidate that is right, one that is wrong (its second program reads what the first one has

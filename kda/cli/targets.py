@@ -68,6 +68,8 @@ class Target:
     def is_named(self, device: str) -> bool:
         """Whether a device of this name, as torch or Linux has it, may be one of these."""
         if self.backend == "cpu":
+            if path := re.search(r", (\w+)$", device):  # as tables have it
+                return path[1] == self.arch
             return re.search(r"EPYC|Xeon|Ryzen|Threadripper|\bCore\b|Processor|CPU", device, re.I) is not None
         return any(re.search(rf"\b{product}\b", device, re.I) for product in self.products.split(", "))
 
