@@ -105,8 +105,8 @@ def products_by_levels(q, k, y, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dt
     up = tl.exp2(sign_dot(tl.where(s <= r, 1.0, 0.0), y, SPLIT, PRECISION))
     down = tl.exp2(sign_dot(tl.where(s > r, 1.0, 0.0), y, SPLIT, PRECISION))
     head, rest = two_halves(k * down, dt)
-    decay = row(up, C - 1)
-    return kk, qk, cast(q * up, dt), cast(k * up, dt), head, rest, decay * 0.0 + 1.0, decay
+    one = tl.full([y.shape[1]], 1.0, tl.float32)
+    return kk, qk, cast(q * up, dt), cast(k * up, dt), head, rest, one, row(up, C - 1)
 
 
 @triton.jit

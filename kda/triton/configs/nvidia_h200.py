@@ -31,7 +31,7 @@ TABLE = {
     "chunk_walk": {
         "bf16, 128 x 128, many heads": Row(
             {"BV": 64, "walk": {"num_warps": 4, "num_stages": 5}},
-            "8,192 tokens of 64 heads: 0.28 ms, 0.55 us a step; with 3 stages 0.35 ms; 2026-11-30",
+            "8,192 tokens of 64 heads: 0.29 ms, 0.57 us a step; with 3 stages 0.35 ms; 2026-11-30",
         ),
         "bf16, 128 x 128, few heads": Row(
             {"BV": 64, "walk": {"num_warps": 4, "num_stages": 5}},
