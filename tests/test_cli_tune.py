@@ -361,6 +361,53 @@ def test_what_spills_more_than_the_former_is_dropped(tmp_path):
     assert again[records.text({"BV": 2})].why == "spills 5 registers, the former configuration 4"
 
 
+class InThisProcess:
+    """Stands for `trial.Workers`; `launched` has the options of what every item launched."""
+
+    def __init__(self, monkeypatch):
+        from triton.runtime.jit import JITFunction
+
+        monkeypatch.setattr(JITFunction, "run", JITFunction.run)  # which a Trial replaces
+        self.trial, self.launched = trial.Trial(CPU), []
+
+    def try_all(self, items, ended, *_):
+        for item in items:
+            with kda.use_backend("triton"):
+                ended(item, self.trial(**json.loads(json.dumps(item))))
+            self.launched.append((item["config"], [kernel.metadata.num_warps for kernel in self.trial.compiled]))
+
+
+def swept(folder, monkeypatch, part, name, works, candidates):
+    """(outcomes by configuration, what each launched) of a regime whose candidates are compiled and checked."""
+    regime, found, workers = sweep.Regime(part, name, works, candidates), records.Record(folder, {}), InThisProcess(monkeypatch)
+    tuner.Tuner([regime], found, CPU, workers, 8, math.inf, True).try_candidates([regime], math.inf)
+    return found.trials[regime.key], workers.launched
+
+
+def test_the_configuration_in_use_is_the_one_of_the_timed_size(tmp_path, monkeypatch):
+    """The gate's tile grows with the tokens, so it is another one where results are checked: that one is to be timed."""
+    works = (Work(1, (2048,)), Work(1, (3000,)))
+    candidates = [{"BT": BT, "BH": 1, "num_warps": 4} for BT in (1, 2)]
+    assert [using.in_use("fused_kda_gate", work, CPU)["BT"] for work in (works[0].short(), *works)] == [1, 2, 2]
+    tried_, _ = swept(tmp_path, monkeypatch, "fused_kda_gate", "K of 128, more tokens", works, candidates)
+    assert tried_[records.text(candidates[0])].ok
+    assert tried_[records.text(candidates[1])].why == "the configuration in use"
+
+
+def test_only_what_is_in_use_at_all_timed_sizes_is_no_candidate(tmp_path, monkeypatch):
+    works = (Work(1, (2048,)), Work(1, (5000,)))
+    candidates = [{"BT": BT, "BH": 1, "num_warps": 4} for BT in (2, 4)]
+    assert [using.in_use("fused_kda_gate", work, CPU)["BT"] for work in works] == [2, 4]
+    tried_, _ = swept(tmp_path, monkeypatch, "fused_kda_gate", "K of 128, more tokens", works, candidates)
+    assert all(outcome.ok for outcome in tried_.values()) and len(tried_) == 3
+
+
+def test_entries_that_a_candidate_leaves_to_the_default_are_those_of_the_timed_size(tmp_path, monkeypatch):
+    works = (Work(32, (1,)), Work(32, (4096,)))
+    _, launched = swept(tmp_path, monkeypatch, "rms_norm_gated", "128", works, [{"BR": 32, "BD": 128}])
+    assert launched == [({}, [4, 2]), ({"BR": 32, "BD": 128}, [4, 2])]
+
+
 # -------------------------------------------------------------------------------------------------- verdicts and rounds
 
 
@@ -660,27 +707,6 @@ def test_states_are_not_those_of_the_call_before(part, monkeypatch):
 # --------------------------------------------------------------------------------------------------- what is declared
 
 
-def shape(part, work, device):
-    """What launchers tell `pick` about a workload."""
-    N, T, longest, H, D = len(work.lens), sum(work.lens), max(work.lens), work.H, work.D
-    states = dict(K=D, V=D, itemsize=work.state_dtype.itemsize)
-    kinds = {
-        "chunk": dict(N=N, HV=H, K=D, V=D, T=T, dtype=work.dtype, bounded=work.bounded),
-        "chunk_combine": dict(K=128, V=128),
-        "kda_decode": states, "kda_verify": states, "kda_commit": states,
-        "fused_recurrent": dict(N=N, HV=H, K=D, V=D, T=T),
-        "causal_conv1d_fwd": dict(dim=3 * H * D, T=T),
-        "causal_conv1d_update": dict(dim=3 * H * D, window=longest),
-        "rms_norm_gated": dict(D=D, rows=T * H),
-        "fused_kda_gate": dict(T=T, HV=H, K=D),
-    }  # fmt: skip
-    return kinds[part] | dict(device=device)
-
-
-def kernel_of(part):
-    return "chunk" if part in regimes.PARTS["chunk"] else part
-
-
 ON_CPU = [part for part in space.SIZES if space.CPU[part]]
 
 
@@ -691,25 +717,25 @@ CASES = [(part, name) for part, sizes in space.SIZES.items() for name in sizes]
 def test_sizes_are_in_their_regime(part, name):
     sizes = space.SIZES[part][name]
     for work in itertools.chain(*sizes):
-        assert regimes.find(part, shape(kernel_of(part), work, CPU)) == name, work
+        assert regimes.find(part, using.shape(using.kernel_of(part), work, CPU)) == name, work
     assert sizes.gpu and bool(sizes.cpu) == bool(space.CPU[part])
     for works in sizes:
         assert len({work.name for work in works}) == len(works)
     assert set(space.SIZES[part]) == set(regimes.REGIMES[part])
 
 
-@pytest.mark.parametrize("part", ON_CPU)
-def test_launchers_ask_as_the_sizes_say(part, monkeypatch):
-    """So that the regimes above are those which a sweep's launches are in."""
+@pytest.mark.parametrize("part, name", [case for case in CASES if case[0] in ON_CPU])
+def test_launchers_ask_as_the_sizes_say(part, name, monkeypatch):
+    """So that the regimes above are those which a sweep's launches are in, and the configuration in use is theirs."""
     asked, pick = [], configs.pick
     monkeypatch.setattr(configs, "pick", lambda kernel, **shape: asked.append((kernel, shape)) or pick(kernel, **shape))
     monkeypatch.setattr(validation, "_seen", {})
-    work = next(iter(space.SIZES[part].values())).small[0]
+    work = space.SIZES[part][name].small[0]
     with kda.use_backend("triton"):
         workloads.make(part, work, CPU).call()
     kernel, got = asked[0]
-    assert kernel == kernel_of(part) and got.items() <= shape(kernel, work, CPU).items()
-    assert regimes.find(part, got) == next(iter(space.SIZES[part]))
+    assert kernel == using.kernel_of(part) and got.items() <= using.shape(kernel, work, CPU).items()
+    assert regimes.find(part, got) == name
 
 
 @pytest.mark.parametrize("part, device", [(p, d) for p in space.SIZES for d in ("cpu", "cuda") if d == "cuda" or p in ON_CPU])
@@ -718,7 +744,8 @@ def test_candidates_name_the_same_entries_each(part, device):
     assert len({records.text(c) for c in found}) == len(found) > 1
     assert len({frozenset(c) for c in found}) == 1
     work = next(iter(space.SIZES[part].values())).gpu[0]
-    default = configs.DEFAULTS[kernel_of(part)](**shape(kernel_of(part), work, torch.device(device)))
+    kernel = using.kernel_of(part)
+    default = configs.DEFAULTS[kernel](**using.shape(kernel, work, torch.device(device)))
     assert set(found[0]) <= set(default)
 
 

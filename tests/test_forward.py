@@ -430,7 +430,7 @@ def launched(monkeypatch, run):
 
     count, jit_run = [], JITFunction.run
     with monkeypatch.context() as patch:
-        patch.setattr(Launch, "again", lambda *_: False)
+        patch.setattr(Launch, "find", lambda *_: None)
         patch.setattr(JITFunction, "run", lambda self, *args, **kwargs: (count.append(self), jit_run(self, *args, **kwargs))[1])
         torch.use_deterministic_algorithms(False)  # it fills what is empty
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:

@@ -5,11 +5,13 @@ import inspect
 import pytest
 import test_bad_input as valid
 import torch
-from helpers import BF16, DEVICE, FP32, GPU, INTERPRETED, KERNELS
+from helpers import BF16, DEVICE, FP32, GPU, INTERPRETED, KERNELS, randn
 from test_library import CASES
 
 import kda
 from kda import validation
+from kda.serving import Batch, Decode, Prefill, Verify
+from kda.serving.forward import kda_step
 
 pytest.importorskip("triton")
 pytest.importorskip("llvmlite")
@@ -22,7 +24,34 @@ def without_checkpoints(device):
     return {name: x for name, x in CASES["kda_prefill"][1](device).items() if "checkpoint" not in name}
 
 
-OPERATIONS = {**CASES, "kda_prefill": ("kda_prefill", without_checkpoints)}
+def serving(*rows):
+    """A step of these rows, whose verify rows have a full state a token."""
+
+    def build(device):
+        batch, layer = Batch.of(rows, device=device), valid.kda_decode(device)
+        weights = {name: layer[name] for name in ("conv_weight", "A_log", "g_bias", "norm_weight", "conv_bias")}
+        tokens = {name: randn(batch.num_tokens, *layer[name].shape[1:], seed=seed, dtype=BF16, device=device)
+                  for seed, name in enumerate(("qkv", "raw_g", "beta", "out_gate"), 20)}
+        dim = layer["qkv"].shape[1]
+        conv_state = randn(12, valid.W, dim, seed=30, dtype=BF16, device=device).mT  # a window of two has W columns
+        ssm_state = randn(12, *layer["ssm_state"].shape[1:], seed=31, device=device)
+        return dict(**tokens, conv_state=conv_state, ssm_state=ssm_state, **weights, records=None, scale=None,
+                    lower_bound=-5.0, activation="sigmoid", eps=1e-5, out=torch.full_like(tokens["out_gate"], 7.0),
+                    **batch.fields)
+
+    return build
+
+
+AMONG_OTHERS = (Prefill(1, 5, True, {3: 9}), Decode(2), Verify([3, 4], 2, 1), Prefill(7, 3), Verify([5, 6], 2, 2))
+BY_KIND = sorted(AMONG_OTHERS, key=lambda row: type(row).__name__)  # the norms of prompts and of windows aligned alike
+
+OPERATIONS = {
+    **CASES,
+    "kda_prefill, no checkpoints": ("kda_prefill", without_checkpoints),
+    "kda_step, windows": ("kda_step", serving(Verify([3, 4], 2, 1), Verify([5, 6], 1, 2))),
+    "kda_step, every kind": ("kda_step", serving(*AMONG_OTHERS)),
+    "kda_step, by kind": ("kda_step", serving(*BY_KIND)),
+}
 SMALL = ("conv1d", "kda_gate", "rms_norm", "states")  # kernels that compile in no time
 SWITCHES = dict(activation="silu", scale=0.5, eps=0.1, lower_bound=-3.0, safe_gate=False, threshold=0.5, prenorm=True,
                 null_block_id=3, residual_in_fp32=True)  # fmt: skip
@@ -43,6 +72,11 @@ def apart(x):
     return x.new_empty(extent).as_strided(x.shape, strides).copy_(x)
 
 
+def spread(x):
+    """The same slots, every other element of a buffer."""
+    return x.repeat_interleave(2, 0)[::2]
+
+
 def variants(name, given):
     """Names of calls that differ in what decides a launch, each with a function that changes the arguments."""
 
@@ -50,6 +84,9 @@ def variants(name, given):
         return lambda args: {n: change(x) if isinstance(x, torch.Tensor) else x for n, x in args.items()}
 
     found = {"as it is": dict, "unaligned": each(shifted), "rows apart": each(apart)}
+    slots = [n for n, x in given.items() if n.endswith(("_indices", "_slots")) and "token" not in n and x is not None]
+    if slots:
+        found["slots apart"] = lambda args: {n: spread(x) if n in slots else x for n, x in args.items()}
     if not any(part in name for part in SMALL):
         return found
     optional = inspect.signature(getattr(kda, name)).parameters
@@ -80,7 +117,7 @@ def arguments(build, change, turn):
 
 def results(name, args):
     """All that the operation returns and may have written."""
-    got = getattr(kda, name)(**args)
+    got = (kda_step if name == "kda_step" else getattr(kda, name))(**args)
     got = got if isinstance(got, tuple) else (got,)
     return [x.clone() for x in (*got, *args.values()) if isinstance(x, torch.Tensor)]
 
@@ -134,23 +171,25 @@ def test_launches_again_are_those_of_a_first_call(case, monkeypatch, bound):
 @pytest.mark.parametrize("case", OPERATIONS)
 def test_a_repeated_call_is_neither_checked_nor_bound_again(case, monkeypatch, bound):
     name, build = OPERATIONS[case]
-    want = results(name, build(DEVICE[KERNELS]))
+    want, again = results(name, build(DEVICE[KERNELS])), build(DEVICE[KERNELS])
     bound.clear()
     for check in ("tensor", "strided", "overlaps_itself", "common_rows"):
         monkeypatch.setattr(validation, check, lambda *_, **__: pytest.fail("checked again"))
-    got = results(name, build(DEVICE[KERNELS]))
+    got = results(name, again)
     assert not bound and all(map(torch.equal, got, want))
 
 
 @compiled
-@pytest.mark.parametrize("case", ["causal_conv1d_update, fresh", "fused_kda_gate", "rms_norm_gated", "scatter_states"])
+@pytest.mark.parametrize("case", [
+    "causal_conv1d_update, fresh", "fused_kda_gate", "rms_norm_gated", "scatter_states", "kda_prefill"])
 def test_what_is_asked_for_later_takes_effect(case, monkeypatch, bound):
     """Checks of values, another backend, another configuration: after many calls alike."""
     from kda.cli.using import using
 
     name, build = OPERATIONS[case]
     part = {"causal_conv1d_update": ("causal_conv1d_update", dict(BD=16)), "fused_kda_gate": ("fused_kda_gate", dict(BH=1)),
-            "rms_norm_gated": ("rms_norm_gated", dict(BR=16)), "scatter_states": ("states", dict(BS=32))}[name]  # fmt: skip
+            "rms_norm_gated": ("rms_norm_gated", dict(BR=16)), "scatter_states": ("states", dict(BS=32)),
+            "kda_prefill": ("checkpoints", dict(BD=16))}[name]  # fmt: skip
     device, call = DEVICE[KERNELS], getattr(kda, name)
     for _ in range(3):
         call(**build(device))
@@ -158,7 +197,7 @@ def test_what_is_asked_for_later_takes_effect(case, monkeypatch, bound):
     with using(*part):
         call(**build(device))
         call(**build(device))
-    assert len(bound) == 1, "one launch of the other configuration, and one again of that"
+    assert len(bound) == (5 if name == "kda_prefill" else 1), "one call of the other configuration, and one again of that"
     call(**build(device))
     bound.clear()
     from kda.triton.launch import Launch

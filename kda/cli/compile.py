@@ -10,12 +10,12 @@ import csv
 import json
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from kda.cli import CommandError
+from kda.cli.progress import progress
 
 HELP = "compile the kernels for devices that are not here; registers, spills, shared memory, occupancy"
 MAX_SPILLS = 64
@@ -55,8 +55,15 @@ def run(args: argparse.Namespace) -> int:
         regimes = tuple(args.regime or (("usual",) if args.one else REGIMES))
         tasks = [farm.Task(name, regimes, args.one, args.kernel) for name in names]
     try:
-        with Progress() as progress:
-            results = farm.compile_all(tasks, args.jobs, progress)
+        with progress("compilation", unit="launches") as bar:
+
+            def heard(launches: int = 0, ended: dict | None = None) -> None:
+                bar.total = (bar.total or 0) + launches
+                if ended:
+                    bar.set_postfix_str(f"{ended['target']} {short(ended['kernel'])}", refresh=False)
+                bar.update(1 if ended else 0)
+
+            results = farm.compile_all(tasks, args.jobs, heard)
     except OSError as e:
         raise CommandError(f"it needs room for files in {tempfile.gettempdir()} (TMPDIR): {e.strerror}") from None
 
@@ -101,34 +108,6 @@ def chosen(args: argparse.Namespace) -> list[str]:
     if not names:
         raise CommandError("name a --target, or --all")
     return list(dict.fromkeys(names))
-
-
-class Progress:
-    """A bar of launches, if tqdm is installed; on stderr."""
-
-    def __enter__(self) -> Progress:
-        self.bar = None
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return self
-        wait = 0.1 if sys.stderr.isatty() else 30.0
-        self.bar = tqdm(total=0, unit=" launches", mininterval=wait, maxinterval=wait, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def __call__(self, launches: int = 0, ended: dict | None = None) -> None:
-        if self.bar is None:
-            return
-        if launches:
-            self.bar.total += launches
-            self.bar.refresh()
-        if ended:
-            self.bar.set_postfix_str(f"{ended['target']} {short(ended['kernel'])}", refresh=False)
-            self.bar.update()
 
 
 # ---- rows

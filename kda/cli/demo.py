@@ -12,12 +12,11 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kda.cli import CommandError
+from kda.cli.progress import progress
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +65,7 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
     started = time.perf_counter()
     if len(text) < MIN_BYTES:
         raise CommandError(f"{name!r} has {len(text)} bytes; the demo needs at least {MIN_BYTES}")
-    device, dtype, progress = pick_device(args.device), getattr(torch, args.dtype), Progress()
+    device, dtype = pick_device(args.device), getattr(torch, args.dtype)
     geo = Geometry(heads=args.heads)
     requests, batches = plan(len(text), args.tokens or (640 if device.type == "cpu" else 4096), args.steps)
     total = requests[-1].stop
@@ -94,14 +93,14 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
         else:
             short, few = plan(MIN_BYTES, 16, 4)
             serve(layer, [x[0].repeat(4, 1)] * len(short), short, few)
-    with progress("prefill, decode, and both together", total) as tick:
-        served = serve(layer, x, requests, batches, tick)
+    with progress("prefill, decode, and both together", total, "tokens") as bar:
+        served = serve(layer, x, requests, batches, bar.update)
     print_rates(served.rates, len(requests))
     print_states(layer.geometry(), len(requests))
     sys.stdout.flush()
 
-    with progress(f"check: the recurrence in fp64, all {geo.heads} heads", total) as tick:
-        checks = check.check_operations(layer, requests, served, tick)
+    with progress(f"check: the recurrence in fp64, all {geo.heads} heads", total, "tokens") as bar:
+        checks = check.check_operations(layer, requests, served, bar.update)
 
     # The whole layer on two requests, all of them would take long: the shortest, and the late one, which was
     # prefilled in pieces.
@@ -115,12 +114,12 @@ def demo(args: argparse.Namespace, name: str, text: bytes) -> int:
         label = str(run_dtype).removeprefix("torch.")
         if run_dtype != dtype:
             layer, x = copy.deepcopy(layer).to(run_dtype), [xr.to(run_dtype) for xr in x]
-            with progress(f"check: the layer in {label}", total) as tick:
-                outputs = serve(layer, x, requests, batches, tick).outputs
+            with progress(f"check: the layer in {label}", total, "tokens") as bar:
+                outputs = serve(layer, x, requests, batches, bar.update).outputs
         theirs = why_not
         if not why_not:
-            with progress(f"check: transformers' layer in {label}", total) as tick:
-                theirs = check.transformers_outputs(layer, x, tick)
+            with progress(f"check: transformers' layer in {label}", total, "tokens") as bar:
+                theirs = check.transformers_outputs(layer, x, bar.update)
         if isinstance(theirs, str):
             theirs, why_not = None, theirs
         checks += check.check_layer(run_dtype, outputs, theirs, ref)
@@ -184,31 +183,6 @@ def device_name(device: torch.device) -> str:
 
 
 # ---- what is printed
-
-
-class Progress:
-    """A bar where someone watches and tqdm is installed, otherwise a line a stage; on stderr."""
-
-    def __init__(self) -> None:
-        self.tqdm = None
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self.tqdm = tqdm
-
-    @contextmanager
-    def __call__(self, what: str, tokens: int | None = None) -> Iterator[Callable[[int], object]]:
-        start = time.perf_counter()
-        if self.tqdm and tokens:
-            with self.tqdm(total=tokens, desc=what, unit=" tokens", leave=False) as bar:
-                yield bar.update
-            print(f"{what} ...", end="", file=sys.stderr)
-        else:
-            print(f"{what} ...", end="", file=sys.stderr, flush=True)
-            yield lambda n: None
-        print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def print_rates(rates: dict[str, Rates], requests: int) -> None:

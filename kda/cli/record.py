@@ -39,7 +39,7 @@ def made_of(device_name: str, small: bool, threads: int | None) -> dict:
 
     digest = hashlib.sha256()
     sources = [path for folder in ("kda/triton", "kda/triton_cpu") for path in (ROOT / folder).rglob("*.py")]
-    ours = [ROOT / "kda/cli" / f"{name}.py" for name in ("cases", "space", "stopwatch", "workloads")]
+    ours = [ROOT / "kda/cli" / f"{name}.py" for name in ("cases", "space", "stopwatch", "trial", "using", "workloads")]
     for path in sorted([*sources, *ours]):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     versions = {name: of(name) for name in ("torch", "triton", "llvmlite")}

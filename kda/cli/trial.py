@@ -2,8 +2,10 @@
 """Compiles candidates and checks their results against the oracle, side by side in processes of their own.
 
 `python -m kda.cli.trial DEVICE` reads a JSON line for each candidate, {"part", "regime", "works", "config"}, and answers with
-{"ok", "why", "spills", "code"}, or {"fatal"} where it is not the candidate's fault. A process that dies is started again;
-a candidate at which it dies twice is dropped. Processes are started afresh, never forked: the sweep's has the GPU open.
+{"ok", "why", "spills", "code"}, or {"fatal"} where it is not the candidate's fault. `works` are pairs: a size to check at, and
+the configuration in use at the size that is timed, whose entries hold where the candidate has none. A process that dies is
+started again; a candidate at which it dies twice is dropped. Processes are started afresh, never forked: the sweep's has the
+GPU open.
 """
 from __future__ import annotations
 
@@ -215,22 +217,22 @@ class Trial:
 
         JITFunction.run = noted
 
-    def __call__(self, part: str, regime: str, works: list[dict], config: dict) -> Outcome:
+    def __call__(self, part: str, regime: str, works: list[tuple[dict, dict]], config: dict) -> Outcome:
         from kda.cli import workloads
         from kda.cli.using import using
 
         if self.sizes != (part, works):
-            self.cases = [workloads.make(part, work_of(facts), self.device) for facts in works]
+            self.cases = [workloads.make(part, work_of(facts), self.device) for facts, _ in works]
             self.refs.clear()
             self.sizes = (part, works)
         self.compiled.clear()
-        with using(part, config):
-            for n, case in enumerate(self.cases):
+        for n, (case, (_, former)) in enumerate(zip(self.cases, works)):
+            with using(part, former | config):
                 outputs = case.outputs(n not in self.refs)
-                refs = self.refs.setdefault(n, [o.ref for o in outputs])
-                why = workloads.wrong([o._replace(ref=ref) for o, ref in zip(outputs, refs)])
-                if why:
-                    return Outcome(False, f"wrong: {why}")
+            refs = self.refs.setdefault(n, [o.ref for o in outputs])
+            why = workloads.wrong([o._replace(ref=ref) for o, ref in zip(outputs, refs)])
+            if why:
+                return Outcome(False, f"wrong: {why}")
         # All kernels of the operation together: those that the candidate leaves alone spill what they did before.
         spills = {compiled.hash: compiled.n_spills for compiled in self.compiled}
         code = hashlib.sha256(" ".join(compiled.hash for compiled in self.compiled).encode()).hexdigest()[:16]

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import time
 
 import torch
 
 from kda.cli import CommandError, tables
+from kda.cli.progress import progress
 from kda.cli.record import Record, now, replace, text
 from kda.cli.stopwatch import Stopwatch
 from kda.cli.sweep import Regime, Sweep
 from kda.cli.trial import Outcome, Workers, facts_of
+from kda.cli.using import in_use
 from kda.triton.configs.table import Row
 
 COMPILING = 0.6  # of a part's time at most: what is compiled has to be timed too
@@ -73,16 +74,18 @@ class Tuner:
         """Compiles and checks what the record has not; says what was dropped."""
         items = []
         for regime in regimes:
-            short = [facts_of(work) for work in dict.fromkeys(work.short() for work in regime.works)]
+            checked = [(facts_of(work.short()), in_use(regime.part, work, self.device)) for work in regime.works]
+            checked = [pair for n, pair in enumerate(checked) if pair not in checked[:n]]
             for config in self.untried(regime):
-                items.append(dict(part=regime.part, regime=regime.name, works=short, config=config))
+                items.append(dict(part=regime.part, regime=regime.name, works=checked, config=config))
         items.sort(key=lambda item: item["config"] != {})  # without the configuration in use no other is timed
         if items and time.monotonic() < deadline:
-            with Bar(f"{regimes[0].part}: compiled and checked", len(items), "candidates") as bar:
+            with progress(f"{regimes[0].part}: compiled and checked", len(items), "candidates") as bar:
 
                 def ended(item, outcome):
                     self.record.tried((item["part"], item["regime"]), item["config"], outcome)
-                    bar.update(item["regime"])
+                    bar.set_postfix_str(item["regime"], refresh=False)
+                    bar.update()
 
                 self.workers.try_all(items, ended, deadline, deadline + GRACE)
         for regime in regimes:
@@ -93,7 +96,7 @@ class Tuner:
         return [config for config in ({}, *regime.candidates) if text(config) not in known]
 
     def drop(self, regime: Regime) -> None:
-        """Candidates that spill more registers than the configuration in use, or are no other than it."""
+        """Candidates that spill more registers than the configuration in use, or are no other than it at all sizes."""
         trials = self.record.trials.get(regime.key, {})
         former = trials.get(text({}))
         if former is None:
@@ -126,10 +129,11 @@ class Tuner:
         if {} in missing or len(missing) == len(regime.candidates):
             self.unfinished.append(regime)
             return
-        with Bar(regime.title, self.rounds, "rounds") as bar:
+        with progress(regime.title, self.rounds, "rounds") as bar:
 
             def tick(round, candidates):
-                bar.update(f"{candidates} candidates left")
+                bar.set_postfix_str(f"{candidates} candidates left", refresh=False)
+                bar.update()
 
             sweep = Sweep(regime, self.record, Stopwatch(regime.part, self.device), self.rounds, deadline, tick)
             done = sweep.go()
@@ -195,29 +199,3 @@ class Tuner:
             print("no row changes: no table was written")
         else:
             print(f"table: {self.path}; in use once it is in kda/triton/configs/")
-
-
-class Bar:
-    """A progress bar, if tqdm is installed; on stderr."""
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self.what, self.total, self.unit, self.bar = what, total, unit, None
-
-    def __enter__(self) -> Bar:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return self
-        if self.total:
-            wait = 0.1 if sys.stderr.isatty() else 30.0
-            self.bar = tqdm(total=self.total, desc=self.what, unit=f" {self.unit}", mininterval=wait, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def update(self, note: str) -> None:
-        if self.bar is not None:
-            self.bar.set_postfix_str(note, refresh=False)
-            self.bar.update()

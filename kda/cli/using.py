@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches with a configuration of one's own, and of one kernel of an operation alone."""
+"""The configuration of a launch, launches with one of one's own, and of one kernel of an operation alone."""
 from __future__ import annotations
 
 import contextlib
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from kda import validation
+from kda.cli.workloads import Work
 from kda.triton import chunk, configs, launch, walk
+from kda.triton.configs import regimes
 
 # Of operations that launch several kernels, those that are left out for one to be timed alone.
 OTHERS = {
@@ -24,6 +26,34 @@ def broken(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def kernel_of(part: str) -> str:
+    """The name under which launchers ask for a configuration that has `part`."""
+    return next((kernel for kernel, parts in regimes.PARTS.items() if part in parts), part)
+
+
+def shape(kernel: str, work: Work, device: torch.device) -> dict:
+    """What launchers tell `configs.pick` about a size."""
+    N, T, longest, H, D = len(work.lens), sum(work.lens), max(work.lens), work.H, work.D
+    states = dict(K=D, V=D, itemsize=work.state_dtype.itemsize)
+    told = {
+        "chunk": dict(N=N, HV=H, K=D, V=D, T=T, dtype=work.dtype, bounded=work.bounded),
+        "chunk_combine": dict(K=D, V=D),
+        "kda_decode": states, "kda_verify": states, "kda_commit": states,
+        "fused_recurrent": dict(N=N, HV=H, K=D, V=D, T=T),
+        "causal_conv1d_fwd": dict(dim=3 * H * D, T=T),
+        "causal_conv1d_update": dict(dim=3 * H * D, window=longest),
+        "rms_norm_gated": dict(D=D, rows=T * H),
+        "fused_kda_gate": dict(T=T, HV=H, K=D),
+    }  # fmt: skip
+    return told[kernel] | dict(device=device)
+
+
+def in_use(part: str, work: Work, device: torch.device) -> dict:
+    """The configuration that a call of this very size is launched with: defaults and rows may depend on the size."""
+    kernel = kernel_of(part)
+    return configs.pick(kernel, **shape(kernel, work, device))
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ def kda_step(
     if out is not None:
         check.apart(out, seen, **{name: x for name, x in given.items() if isinstance(x, Tensor) and name != "out"})
 
-    # What launches were is kept under `seen`: no kernel is launched twice in a step, but for those of the window.
+    # What launches were is kept under `seen`: no kernel is launched twice in a step but the norm, which the window tags.
     rule = layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation)
     past, drafts = conv_weight.shape[1] - 1, ()
     if records is not None:
@@ -184,7 +184,7 @@ def kda_step(
             return call("speculative", "kda_verify", qkv.device, *x, *drafts, *rows, *rule, *outs, seen=seen)
         slots, columns = min(len(conv_state), len(ssm_state)), past - 1 + verify_slots.shape[1]
         states = (conv_state[:slots, :, :columns], ssm_state[:slots])
-        return call("window", "kda_window", qkv.device, *x, *states, *rows, *rule, *outs)
+        return call("window", "kda_window", qkv.device, *x, *states, *rows, *rule, *outs, seen=seen)
 
     if commit_slots is not None:
         call("speculative", "kda_commit", qkv.device, *drafts, commit_slots, num_committed_tokens, seen=seen)

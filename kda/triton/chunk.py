@@ -327,11 +327,12 @@ def plan(
 
 def find(
     seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, initial_state, out, final_state, indices=None, has_initial=None,
-    memory=None, scratch=None,
+    memory=None, scratch=None, *marks,
 ) -> Callable[[], None] | None:  # fmt: skip
     """The launches as before for the same `seen`, of tensors or their addresses; None if that is not to be had.
 
-    `scratch`: where in `memory` its scratch is to lie, else it allocates some.
+    `scratch`: where in `memory` its scratch is to lie, else it allocates some. `marks`: slots and parts of
+    walk.Checkpoints, whose offsets `cu_seqlens` then are.
     """
     found = None if seen is None else seen.launches.get("chunk")
     if found is None:
@@ -342,7 +343,7 @@ def find(
     tiles, decays, *maps = scratch
     launches = [
         _intra.find(seen, (q, k, g, beta, A_log, g_bias, cu_seqlens, tiles, decays, out)),
-        *walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial),
+        *walk.find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial, *marks),
     ]
     if None in launches:
         return None
@@ -371,19 +372,19 @@ def chunk_kda(
     sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
     if indices is None and output_final_state:
         final_state = torch.empty(sequences, HV, V, K, dtype=torch.float32, device=v.device)
+    marks = ()
     if checkpoints is not None:
-        cu_seqlens = checkpoints.offsets
-    else:
-        states = (initial_state, out, final_state, indices, has_initial)
-        launch = find(seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, *states)
-        if launch is not None:
-            launch()
-            return out, final_state
+        cu_seqlens, *marks = checkpoints
+    states = (initial_state, out, final_state, indices, has_initial)
+    launch = find(seen, q, k, v, g, beta, A_log, g_bias, cu_seqlens, *states, None, None, *marks)
+    if launch is not None:
+        launch()
+        return out, final_state
 
     bounded, varlen = A_log is not None and lower_bound is not None, cu_seqlens is not None
     at_once = bounded and configs.CHUNK * abs(lower_bound) * 1.4427 <= 118  # exp2 of it times |k| fits fp32 and bf16
     made = plan(B, T, K, HV, V, q.dtype, q.device, at_once, sequences, cu_seqlens.numel() - 1 if varlen else None)
-    if seen is not None and checkpoints is None:
+    if seen is not None:
         seen.launches["chunk"] = made
     cfg, N, slots, NC, _, scratch = made
     C, BK = cfg["C"], max(configs.next_power_of_2(K), 16)

@@ -245,6 +245,11 @@ def causal_conv1d_fn(x, weight, bias, conv_states, query_start_loc, cache_indice
     return out
 
 
+def find_update(seen, *tensors):
+    """`causal_conv1d_update` as before into the last of `tensors`, see Launch.find."""
+    return _update.find(seen, tensors)
+
+
 def causal_conv1d_update(x, conv_state, weight, bias, silu, conv_state_indices, num_accepted_tokens,
                          query_start_loc, null_slots, out, seen=None):  # fmt: skip
     """Outputs of one token or one speculative window a row; conv states move on in place."""

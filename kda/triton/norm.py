@@ -115,13 +115,14 @@ def rms_norm_gated_kernel(
 _launch = Launch(rms_norm_gated_kernel)
 
 
-def find(seen, *tensors):
+def find(seen, *tensors, tag=None):
     """`rms_norm_gated` as before on `tensors` in the kernel's order, see Launch.find."""
-    return _launch.find(seen, tensors)
+    return _launch.find(seen, tensors, tag)
 
 
 def rms_norm_gated(
-    x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None, out_rows=None, seen=None
+    x, g, weight, bias, activation, residual, residual_out, eps, out, padded=False, limit=None, out_rows=None, seen=None,
+    tag=None,
 ):  # fmt: skip
     """`out` [R0, R1, R2, D] (and `residual_out`) from `x` and the gate `g` of the same shape.
 
@@ -129,14 +130,14 @@ def rms_norm_gated(
     left as they are. `out_rows` [R1] says which index of R1 in `out` each one goes to; out of range, nowhere.
     """
     tensors = (x, g, weight, bias, residual, residual_out, out, limit, out_rows)
-    if _launch.again(seen, tensors):
+    if _launch.again(seen, tensors, tag):
         return out
     R0, R1, R, D = x.shape
     strides = [(x if t is None else t).stride()[:3] for t in (x, g, residual, residual_out, out)]
     config = configs.pick("rms_norm_gated", D=D, rows=R0 * R1 * R, device=x.device)
     _launch(
         seen, R0 * R1 * triton.cdiv(R, config["BR"]), tensors,
-        (eps, R1, R, D, out.shape[1], *(step for steps in strides for step in steps)),
+        (eps, R1, R, D, out.shape[1], *(step for steps in strides for step in steps)), tag,
         SILU=activation == "silu", PADDED=padded, ONE_TILE=D <= config["BD"], **config,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kda.triton import chunk, configs, conv, norm
-from kda.triton.launch import Scratch
+from kda.triton.launch import Launch, Scratch
 from kda.triton.tiles import sequence_range
 from kda.triton.walk import Checkpoints
 
@@ -104,15 +104,27 @@ def checkpoints_kernel(
                         N, T, slots, dim, x_t, s_n, s_d, s_w, off_m, ck_m, idx_n, PAST, BW)  # fmt: skip
 
 
-def checkpoints(x, conv_state, W: int, cu_seqlens, indices, has_initial, offsets, kept, slots: int) -> Checkpoints:
+_checkpoints = Launch(checkpoints_kernel)
+
+
+def scratch_of_checkpoints(cu_seqlens, offsets) -> Scratch:
+    """Of the tensors of `Checkpoints`."""
+    N, M = cu_seqlens.numel() - 1, offsets.numel()
+    return Scratch(cu_seqlens.device, *(((entries,), torch.int32) for entries in (N + M + 1, N + M + 1, N + 1)))
+
+
+def checkpoints(x, conv_state, W: int, cu_seqlens, indices, has_initial, offsets, kept, slots: int, seen) -> Checkpoints:
     """Parts of sequences between checkpoints `offsets`; the convolution states there go to slots `kept`; x [T, dim]."""
+    scratch = scratch_of_checkpoints(cu_seqlens, offsets)
+    cuts = Checkpoints(*scratch.tensors(scratch.empty()))
+    tensors = (x, conv_state, cu_seqlens, indices, has_initial, offsets, kept, *cuts)
+    if _checkpoints.again(seen, tensors):
+        return cuts
     (T, dim), N, M = x.shape, cu_seqlens.numel() - 1, offsets.numel()
-    merged = torch.empty(2 * (N + M + 1) + N + 1, dtype=torch.int32, device=cu_seqlens.device)
-    cuts = Checkpoints(*merged.split([N + M + 1, N + M + 1, N + 1]))
     config = configs.pick("checkpoints", entries=N + M + 1, dim=dim)
-    checkpoints_kernel[(triton.cdiv(N + M + 1, config["B"]) + M * triton.cdiv(dim, config["BD"]),)](
-        x, conv_state, cu_seqlens, indices, has_initial, offsets, kept, *cuts, N, M, T, slots, dim, x.stride(0),
-        *conv_state.stride(), offsets.stride(0), kept.stride(0), indices.stride(0),
+    _checkpoints(
+        seen, triton.cdiv(N + M + 1, config["B"]) + M * triton.cdiv(dim, config["BD"]), tensors,
+        (N, M, T, slots, dim, x.stride(0), *conv_state.stride(), offsets.stride(0), kept.stride(0), indices.stride(0)),
         PAST=W - 1, BW=triton.next_power_of_2(W - 1), **config,
     )  # fmt: skip
     return cuts
@@ -130,9 +142,10 @@ def kda_prefill(
     if out is None:
         out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
     keeps = checkpoint_offsets is not None and checkpoint_offsets.numel() and T
-    if has_initial_state is not None and not keeps and repeat(
+    kept = (checkpoint_offsets, checkpoint_indices) if keeps else ()
+    if has_initial_state is not None and repeat(
         seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, H * K,
+        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, H * K, *kept,
     ):  # fmt: skip
         return out
 
@@ -142,8 +155,7 @@ def kda_prefill(
         has_initial_state = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.bool, device=qkv.device)
     cuts = None
     if keeps:
-        cuts = checkpoints(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, checkpoint_offsets,
-                           checkpoint_indices, slots)  # fmt: skip
+        cuts = checkpoints(qkv, conv_state, W, cu_seqlens, ssm_state_indices, has_initial_state, *kept, slots, seen)
     x = conv.causal_conv1d_fn(qkv.t(), conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices,
                               has_initial_state, True, (), seen).t()  # fmt: skip
     q, k, v = x[None].split([H * K, H * K, HV * V], -1)
@@ -155,29 +167,39 @@ def kda_prefill(
     if T:
         norm.rms_norm_gated(o, out_gate[None], norm_weight, None, activation, None, None, eps, out[None], True, limit,
                             out_rows, seen)  # fmt: skip
-    if seen is not None and not keeps and "chunk" in seen.launches:
-        x_and_o = ((y.shape, qkv.dtype) for y in (qkv, out_gate))
-        seen.launches["prefill"] = Scratch(qkv.device, *x_and_o, *seen.launches["chunk"].scratch.parts)
+    if seen is not None and "chunk" in seen.launches:
+        parts = [(y.shape, qkv.dtype) for y in (qkv, out_gate)]
+        if keeps:
+            parts += scratch_of_checkpoints(cu_seqlens, checkpoint_offsets).parts
+        seen.launches["prefill"] = Scratch(qkv.device, *parts, *seen.launches["chunk"].scratch.parts)
     return out
 
 
 def repeat(
     seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, keys: int,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, keys: int, *kept,
 ) -> bool:  # fmt: skip
-    """Launches again as before for the same `seen`; False if that is not to be had. `keys`: columns of q, and of k."""
+    """Launches again as before for the same `seen`; False if that is not to be had.
+
+    `keys`: columns of q, and of k; `kept`: offsets and slots of checkpoints, if there are any.
+    """
     between = None if seen is None else seen.launches.get("prefill")  # what the kernels hand on, of all stages
     if between is None:
         return False
     memory = between.empty()
     x, o, *scratch = between.addresses(memory)
     q, k, v = x, x + keys * qkv.element_size(), x + 2 * keys * qkv.element_size()
-    launches = (
+    launches, parts = [], (cu_seqlens,)
+    if kept:
+        parts, scratch = scratch[:3], scratch[3:]
+        rows = (qkv, conv_state, cu_seqlens, ssm_state_indices, has_initial_state)
+        launches.append(_checkpoints.find(seen, (*rows, *kept, *parts)))
+    launches += [
         conv.find(seen, qkv, conv_weight, conv_bias, conv_state, cu_seqlens, ssm_state_indices, has_initial_state, x),
-        chunk.find(seen, q, k, v, raw_g, beta, A_log, g_bias, cu_seqlens, ssm_state, o, ssm_state, ssm_state_indices,
-                   has_initial_state, memory, scratch),
+        chunk.find(seen, q, k, v, raw_g, beta, A_log, g_bias, parts[0], ssm_state, o, ssm_state, ssm_state_indices,
+                   has_initial_state, memory, scratch, *parts[1:]),
         norm.find(seen, o, out_gate, norm_weight, None, None, None, out, limit, out_rows),
-    )  # fmt: skip
+    ]  # fmt: skip
     if None in launches:
         return False
     for launch in launches:

@@ -162,6 +162,11 @@ def fused_recurrent_kernel(
 _launch = Launch(fused_recurrent_kernel)
 
 
+def find(seen, *tensors):
+    """`fused_recurrent_kda` as before on `tensors` in the kernel's order, see Launch.find."""
+    return _launch.find(seen, tensors)
+
+
 def fused_recurrent_kda(
     q, k, v, g, beta, scale, state, cu_seqlens, ssm_state_indices, num_accepted_tokens, use_qk_l2norm, sigmoid_beta,
     A_log, g_bias, lower_bound, token_states, out, seen=None,

@@ -286,9 +286,11 @@ def segments(
 _walk, _combine = Launch(chunk_walk_kernel), Launch(chunk_combine_kernel)
 
 
-def find(seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial) -> list:
-    """The launches as before, see Launch.find; `maps` empty for a walk in one piece."""
-    begin = (tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, None, None, out, final_state)
+def find(
+    seen, tiles, decays, v, initial_state, cu_seqlens, out, final_state, maps, indices, has_initial, slots=None, parts=None
+) -> list:  # fmt: skip
+    """The launches as before, see Launch.find; `maps` empty for a walk in one piece; `slots`, `parts` as in Checkpoints."""
+    begin = (tiles, decays, v, initial_state, cu_seqlens, indices, has_initial, slots, parts, out, final_state)
     if not maps:
         return [_walk.find(seen, (*begin, None), False)]
     return [

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kda.cli import CommandError
 from kda.cli.bench.regimes import PARTS, USUAL
+from kda.cli.progress import progress
 
 HELP = "time the operations beside their peers, write a report, and compare two runs"
 
@@ -159,7 +160,7 @@ SECONDS = {"cuda": 0.5, "cpu": 6.0}  # of calls for a row
 def measured(args: argparse.Namespace, device, cases: list, skipped: list[str]) -> int:
     import torch
 
-    from kda.cli.bench import measure, report
+    from kda.cli.bench import measure, ratios, report
     from kda.cli.bench.rows import Results
     from kda.cli.bench.session import Session
 
@@ -183,12 +184,15 @@ def measured(args: argparse.Namespace, device, cases: list, skipped: list[str]) 
         print(f"{len(cases) - len(new) - len(failed)} of {len(cases)} rows are in {results.path} and are not measured again")
     left = [*new, *failed]
     try:
-        with Progress(len(left)) as progress:
+        with progress("measured", len(left), "rows") as bar:
             while left and (args.minutes is None or time.monotonic() - begin < 60 * args.minutes):
                 case = left.pop(0)
+                bar.set_postfix_str(f"{case.part}: {case.name}")
                 row = session.measure(case)
                 results.add(row)
-                progress.done(row)
+                with bar.external_write_mode():  # above the bar
+                    print(ratios.line(row), flush=True)
+                bar.update()
                 if failing(row) and kind == "cuda":
                     answers(device, row)
     except KeyboardInterrupt:
@@ -237,34 +241,3 @@ def report_again(folder: Path) -> int:
     written, why_not = report.write(results)
     print("\n".join([*map(str, written), *filter(None, [why_not])]))
     return 0
-
-
-class Progress:
-    """A line a row on stdout, and a bar on stderr if tqdm is installed."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.bar = total, None
-
-    def __enter__(self) -> Progress:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return self
-        if self.total:
-            wait = 0.1 if sys.stderr.isatty() else 30.0
-            self.bar = tqdm(total=self.total, unit=" rows", mininterval=wait, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def done(self, row) -> None:
-        from kda.cli.bench.ratios import line
-
-        if self.bar is None or not sys.stderr.isatty():
-            print(line(row), flush=True)
-        else:
-            self.bar.write(line(row))  # above the bar
-        if self.bar is not None:
-            self.bar.update()
