@@ -780,6 +780,9 @@ def test_a_table_keeps_former_rows(tmp_path, monkeypatch):
     assert module["TABLE"] == want
     assert list(module["TABLE"]) == [part for part in regimes.REGIMES if part in want]
     assert max(map(len, source.splitlines())) <= 125
+    monkeypatch.setattr(table, "module_of", lambda name: types.SimpleNamespace(__file__=name, **{
+        k: module[k] for k in ("__doc__", "NAMES", "TABLE")}))  # fmt: skip
+    assert tables.source(torch.device("cuda", 0), "Changed.", {})[1] == source, "said once"
 
 
 def test_a_tables_module_is_named_after_the_device(monkeypatch):

@@ -132,7 +132,7 @@ ON_H200 = [
     ("causal_conv1d_fwd", dict(dim=24576, T=8192), dict(BT=32, BD=128, num_warps=1)),
     ("causal_conv1d_fwd", dict(dim=24576, T=64), dict(BT=16, BD=128, num_warps=1)),
     ("causal_conv1d_update", dict(dim=24576, window=1), dict(BT=1, BD=256, num_warps=4)),
-    ("causal_conv1d_update", dict(dim=24576, window=4), dict(BT=4, BD=256, num_warps=2)),
+    ("causal_conv1d_update", dict(dim=24576, window=4), dict(BT=4, BD=128, num_warps=2)),
     ("rms_norm_gated", dict(D=128, rows=64), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=4)),
     ("rms_norm_gated", dict(D=128, rows=1 << 19), dict(BR=16, BD=128, PRECISION="tf32x3", num_warps=2)),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ def merged(old: Table, new: Table) -> Table:
 
 
 def source(device: torch.device, about: str, new: Table) -> tuple[str, str]:
-    """(file name, text) of the module; a former one keeps its names and its docstring, to which `about` is added."""
+    """(file name, text) of the module; a former one keeps its names and its docstring, to which `about` is added once."""
     device_name = tables.device_name(device)
     module = tables.module_of(device_name)
     if module is None:
@@ -27,8 +27,10 @@ def source(device: torch.device, about: str, new: Table) -> tuple[str, str]:
     else:
         name, names, old = Path(module.__file__).name, module.NAMES, module.TABLE
         doc = module.__doc__.strip()
+    if about not in doc:
+        doc += f"\n\n{about}"
     lines = [
-        "# SPDX-License-Identifier: Apache-2.0", f'"""{doc}', "", about, '"""', "from kda.triton.configs.table import Row",
+        "# SPDX-License-Identifier: Apache-2.0", f'"""{doc}', '"""', "from kda.triton.configs.table import Row",
         "", f"NAMES = {_literal(names)}", "", "TABLE = {",
     ]  # fmt: skip
     for part, rows in merged(old, new).items():

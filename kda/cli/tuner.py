@@ -177,7 +177,7 @@ class Tuner:
                 self.path.unlink(missing_ok=True)
                 self.path = None
             return
-        about = f"Rows with a ratio to the former row: `python -m kda tune`, {now()[:10]}."
+        about = "Rows with a ratio to the former row: `python -m kda tune`, each on its date."
         if self.small:
             about += " Of tiny sizes (--small), not for use."
         name, source = tables.source(self.device, about, rows)

@@ -3,7 +3,7 @@
 
 Rows by kernel and regime (regimes.py), each with its evidence.
 
-Rows with a ratio to the former row: `python -m kda tune`, 2026-11-30.
+Rows with a ratio to the former row: `python -m kda tune`, each on its date.
 """
 from kda.triton.configs.table import Row
 

@@ -5,7 +5,7 @@ Rows override entries of the defaults. Figures are medians of CUDA graph replays
 torch 2.11 and Triton 3.6, on 2026-11-29 and 30; more of them in docs/design.md and bench/results/h200.
 H100 and GH200 have the same multiprocessors and take the same rows, not measured there.
 
-Rows with a ratio to the former row: `python -m kda tune`, 2026-11-30.
+Rows with a ratio to the former row: `python -m kda tune`, each on its date.
 """
 from kda.triton.configs.table import Row
 
@@ -92,6 +92,12 @@ TABLE = {
             {"BT": 1, "BD": 256, "num_warps": 4},
             "1, 8, 64, 256 requests of 64 heads: 2.7, 4.2, 11.4, 36.9 us; {BD: 128, num_warps: 4}: 5.3, 3.8, 10.3, 39.9; {BD: 512, "
             "num_warps: 8}: 3.3, 4.1, 11.3, 36.5; 2026-11-30",
+        ),
+        "windows of 2 to 8": Row(
+            {"BT": 4, "BD": 128, "num_warps": 2},
+            "0.847x the former row, spread 0.009; H=64 T=1 x 4: 2.3 us, 0.876x; H=64 T=8 x 4: 3.9 us, 0.795x; H=64 "
+            "T=64 x 4: 16.6 us, 0.862x; H=64 T=256 x 4: 60.4 us, 0.926x; H=16 T=1 x 4: 1.9 us, 0.806x; H=16 T=64 x "
+            "4: 5.8 us, 0.825x; 2026-11-30, torch 2.11.0+cu130, Triton 3.6.0",
         ),
     },
     "rms_norm_gated": {
