@@ -7,8 +7,8 @@ import importlib
 import oracle
 import pytest
 import torch
-from helpers import (BF16, FP16, FP32, GPU, assert_accurate, assert_only_view_written, bf16_on_gpu, call, each_dtype, frame,
-                     gpu_subset, ints, on_backends, rand, randn, starts, state_dtype_of)
+from helpers import (BF16, DEVICE, FP16, FP32, GPU, INTERPRETED, KERNELS, assert_accurate, assert_only_view_written,
+                     bf16_on_gpu, call, each_dtype, frame, gpu_subset, ints, on_backends, rand, randn, starts, state_dtype_of)
 
 import kda
 from kda import validation
@@ -263,6 +263,42 @@ def test_checkpoints_in_no_sequence_or_slot_keep_nothing(backend):
     assert_right(x, o, y.conv_state, y.ssm_state)
     for slot in (0, 2, *range(4, SLOTS)):
         assert y.ssm_state[slot].isnan().all() and y.conv_state[slot].isnan().all()
+
+
+def merged(cu, cuts, slots, T, SLOTS):
+    """The fields of walk.Checkpoints by sorting: a checkpoint comes before the sequence that begins where it lies."""
+    begin, entries = 0, []
+    for n, at in enumerate(cu):
+        begin = max(begin, min(max(at, 0), T))
+        entries.append((begin, 1, n, 0))
+    first, last = entries[0][0], entries[-1][0]
+    for m, (at, slot) in enumerate(zip(cuts, slots)):
+        keeps = first < at <= last and 0 < slot < SLOTS
+        entries.append((min(max(at, first), last), 0, m, slot if keeps else 0))
+    entries.sort()
+    return [e[0] for e in entries], [e[3] for e in entries], [place for place, e in enumerate(entries) if e[1]]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes there")
+@pytest.mark.parametrize("sane", [True, False])
+@pytest.mark.parametrize("N, M", [(1, 1), (3, 60), (60, 3), (63, 64), (130, 200), (1, 300), (300, 1)])
+def test_offsets_and_checkpoints_are_merged_in_order(N, M, sane):
+    """Also ties, offsets out of range, and offsets that do not rise; more of both than a tile holds."""
+    pytest.importorskip("triton")
+    from kda.triton.prefill import checkpoints
+
+    device, T, dim, slots = DEVICE[KERNELS], 500, 8, 40
+    generator = torch.Generator().manual_seed(N + 1000 * M + sane)
+    cu = torch.randint(-30, T + 30, (N + 1,), generator=generator)
+    cu = cu.clamp(0, T).sort().values if sane else cu
+    cuts = torch.cat([torch.randint(-30, T + 30, (M - M // 2,), generator=generator),
+                      cu[torch.randint(0, N + 1, (M // 2,), generator=generator)]])  # fmt: skip
+    to = torch.randint(-2, slots + 2, (M,), generator=generator)
+    x, states = randn(T, dim, seed=1, device=device), randn(slots, 3, dim, seed=2, device=device).mT
+    has = torch.ones(N, dtype=torch.bool, device=device)
+    got = checkpoints(x, states, 4, ints(cu.tolist(), device), ints([1] * N, device), has, ints(cuts.tolist(), device),
+                      ints(to.tolist(), device), slots, None)  # fmt: skip
+    assert [field.tolist() for field in got] == list(merged(cu.tolist(), cuts.tolist(), to.tolist(), T, slots))
 
 
 prop = settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

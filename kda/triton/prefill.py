@@ -18,38 +18,46 @@ from kda.triton.walk import Checkpoints
 
 
 @triton.jit
-def clamped(cu_seqlens, n, N, T):
-    """`cu_seqlens[n]` within 0 .. T, for a tile n of indices."""
-    at = tl.load(cu_seqlens + n, n <= N, 0).to(tl.int64)
-    return tl.minimum(tl.maximum(at, 0), T)
+def clamped(offsets, i, stride, entries, first, last):
+    """Entries `i` of offsets, within first .. last; `first` past their end."""
+    at = tl.load(offsets + i * stride, i < entries, 0).to(tl.int64)
+    return tl.where(i < entries, tl.minimum(tl.maximum(at, first), last), first)
 
 
 @triton.jit
-def cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, j, N, M, T, slots, off_m, ck_m):
+def cut(
+    cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, j, N, M, T, slots, off_m, ck_m,
+    B: tl.constexpr,
+):  # fmt: skip
     """Merges sequences' offsets and checkpoints: each of them, `j`, finds its place by counting those before it.
 
     A checkpoint at a sequence's end comes before the next one's offset; one that lies in no sequence is moved to where
     they begin or end and keeps nothing. Every place is taken, also if offsets do not rise: they are made to.
     """
-    first = clamped(cu_seqlens, j * 0, N, T)
+    first = clamped(cu_seqlens, j * 0, 1, N + 1, 0, T)
     is_cut, m = (j > N) & (j <= N + M), j - N - 1
-    top, at = first, first
-    for i in range(0, N + 1):
-        top = tl.maximum(top, clamped(cu_seqlens, i, N, T))
-        at = tl.where(i <= j, top, at)
+    top, at = first, first  # of all offsets, and of those up to j
+    for i0 in range(0, N + 1, B):
+        i = i0 + tl.arange(0, B)[None, :]
+        begin = clamped(cu_seqlens, i, 1, N + 1, 0, T)
+        top = tl.maximum(top, tl.max(begin, 1))
+        at = tl.maximum(at, tl.max(tl.where(i <= j[:, None], begin, 0), 1))
     last = top
-    cut = tl.load(checkpoint_offsets + m * off_m, is_cut, 0).to(tl.int64)
-    within = (cut > first) & (cut <= last)
-    at = tl.where(is_cut, tl.minimum(tl.maximum(cut, first), last), at)
-    before_cu, before_cuts, top = at * 0, at * 0, first
-    for i in range(0, N + 1):
-        top = tl.maximum(top, clamped(cu_seqlens, i, N, T))
-        before_cu += tl.where(is_cut, top < at, i < j).to(tl.int64)
-    for i in range(0, M):
-        other = tl.load(checkpoint_offsets + i * off_m).to(tl.int64)
-        other = tl.minimum(tl.maximum(other, first), last)
-        before_cuts += tl.where(is_cut, (other < at) | (other == at) & (i < m), other <= at).to(tl.int64)
-    place, live = before_cu + before_cuts, j <= N + M
+    given = tl.load(checkpoint_offsets + m * off_m, is_cut, 0).to(tl.int64)
+    within = (given > first) & (given <= last)
+    at = tl.where(is_cut, tl.minimum(tl.maximum(given, first), last), at)
+    before = tl.where(is_cut, N + 1, j)  # the offsets before j: of a cut, those before the first one that reaches it
+    for i0 in range(0, N + 1, B):
+        i = i0 + tl.arange(0, B)[None, :]
+        reached = is_cut[:, None] & (clamped(cu_seqlens, i, 1, N + 1, 0, T) >= at[:, None]) & (i <= N)
+        before = tl.minimum(before, tl.min(tl.where(reached, i, N + 1), 1))
+    place = before.to(tl.int64)
+    for i0 in range(0, M, B):
+        i = i0 + tl.arange(0, B)[None, :]
+        other = clamped(checkpoint_offsets, i, off_m, M, tl.min(first, 0), tl.max(last, 0))
+        earlier = tl.where(is_cut[:, None] & (i >= m[:, None]), other < at[:, None], other <= at[:, None]) & (i < M)
+        place += tl.sum(earlier.to(tl.int32), 1)
+    live = j <= N + M
     tl.store(offsets + place, at.to(tl.int32), live)
     tl.store(parts + j, place.to(tl.int32), j <= N)
     slot = tl.load(checkpoint_indices + m * ck_m, is_cut, 0).to(tl.int64)
@@ -97,7 +105,7 @@ def checkpoints_kernel(
     cuts, blocks = tl.cdiv(N + M + 1, B), tl.cdiv(dim, BD)
     if pid < cuts:
         cut(cu_seqlens, checkpoint_offsets, checkpoint_indices, offsets, kept_slots, parts, pid * B + tl.arange(0, B),
-            N, M, T, slots, off_m, ck_m)  # fmt: skip
+            N, M, T, slots, off_m, ck_m, B)  # fmt: skip
     else:
         m, d = (pid - cuts) // blocks, (pid - cuts) % blocks * BD + tl.arange(0, BD)
         keep_conv_state(x, conv_state, cu_seqlens, indices, has_initial, checkpoint_offsets, checkpoint_indices, m, d,

@@ -150,7 +150,7 @@ def _norm(D: int, rows: int, device: torch.device, **_) -> dict:
 
 
 def _checkpoints(entries: int, dim: int, **_) -> dict:
-    return {"B": min(next_power_of_2(entries), 256), "BD": min(next_power_of_2(dim), 512), "num_warps": 4}
+    return {"B": min(next_power_of_2(entries), 64), "BD": min(next_power_of_2(dim), 512), "num_warps": 4}
 
 
 def _states(size: int, **_) -> dict:
