@@ -40,13 +40,14 @@ def backend_for(device: torch.device | str) -> str:
         RuntimeError: Triton was asked for and cannot serve the device.
         ValueError: `KDA_BACKEND` holds an unknown word.
     """
-    return _resolve(torch.device(device).type, _request(), _interpreting())[0]
+    return _backend(torch.device(device).type, _override.get(), variable("KDA_BACKEND"), variable("TRITON_INTERPRET"))
 
 
 def why(device: torch.device | str) -> str:
     """In words: which backend serves `device`, and why not a better one."""
     kind = torch.device(device).type
-    backend, reason = _resolve(kind, _request(), _interpreting())
+    asked, interpret = variable("KDA_BACKEND"), variable("TRITON_INTERPRET")
+    backend, reason = _resolve(kind, _request(_override.get(), asked), _interpreting(interpret))
     return f"{kind} tensors go to {backend}: {reason}"
 
 
@@ -68,7 +69,7 @@ def call(stage: str, operation: str, device: torch.device, *args, **hints):
 
     `hints` are for Triton's launchers: they may save time and change no result.
     """
-    backend = _resolve(device.type, _request(), _interpreting())[0]
+    backend = _backend(device.type, _override.get(), variable("KDA_BACKEND"), variable("TRITON_INTERPRET"))
     function = getattr(_module(stage, backend == "reference"), operation)
     if backend == "reference":
         return function(*args)
@@ -114,13 +115,18 @@ def _known(name: str, source: str) -> str:
     return name
 
 
-def _request() -> str:
-    return _override.get() or _known(variable("KDA_BACKEND") or "auto", "KDA_BACKEND")
+def _request(override: str | None, asked: str | None) -> str:
+    return override or _known(asked or "auto", "KDA_BACKEND")
 
 
-def _interpreting() -> bool:
-    asked = variable("TRITON_INTERPRET")
+def _interpreting(asked: str | None) -> bool:
     return asked is not None and asked.lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _backend(kind: str, override: str | None, asked: str | None, interpret: str | None) -> str:
+    """Cached, as every call of an operation asks."""
+    return _resolve(kind, _request(override, asked), _interpreting(interpret))[0]
 
 
 @functools.cache

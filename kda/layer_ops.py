@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda import library
+from kda import known, library
 from kda import validation as check
 from kda.dispatch import call
 from kda.library import operation
@@ -73,7 +73,7 @@ def kda_decode(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([3, 2, 32]), [2, 5, 7])
     """
-    seen = check.once(_check_decode, locals())
+    seen = known.once(_check_decode, locals())
     return call(
         "decode", "kda_decode", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, conv_weight, conv_bias,
@@ -200,7 +200,7 @@ def kda_prefill(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([70, 2, 32]), [2, 5, 7])
     """
-    seen = check.once(_check_prefill, locals())
+    seen = known.once(_check_prefill, locals())
     return call(
         "prefill", "kda_prefill", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state, conv_weight,
@@ -303,7 +303,7 @@ def kda_verify(
         >>> o.shape, [int(slot) for slot in ssm_state.flatten(1).any(1).nonzero()]
         (torch.Size([7, 2, 32]), [2, 5])
     """
-    seen = check.once(_check_verify, locals())
+    seen = known.once(_check_verify, locals())
     return call(
         "speculative", "kda_verify", qkv.device,
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, ssm_state_indices, cu_seqlens, num_accepted_tokens,
@@ -349,7 +349,7 @@ def kda_commit(
         >>> conv_state[2, 0, :3].tolist(), ssm_state[:, 0, 0, 0].tolist()
         ([3.0, 4.0, 5.0], [0.0, 0.0, 3.0])
     """
-    seen = check.once(_check_commit, locals())
+    seen = known.once(_check_commit, locals())
     call(
         "speculative", "kda_commit", ssm_state.device,
         conv_state, ssm_state, records, ssm_state_indices, num_accepted_tokens, seen=seen,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda import library
+from kda import known, library
 from kda import validation as check
 from kda.dispatch import call
 from kda.library import operation
@@ -71,7 +71,7 @@ def causal_conv1d_fn(
         torch.Size([48, 5])
     """
     del metadata, validate_data
-    seen = check.once(_check_conv, locals())
+    seen = known.once(_check_conv, locals())
     return call(
         "conv", "causal_conv1d_fn", x.device,
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, bool(activation),
@@ -146,7 +146,7 @@ def causal_conv1d_update(
         torch.Size([2, 48])
     """
     del validate_data
-    seen = check.once(_check_conv_update, locals())
+    seen = known.once(_check_conv_update, locals())
     single = x.dim() == 2 and query_start_loc is None
     y = call(
         "conv", "causal_conv1d_update", x.device,
@@ -217,7 +217,7 @@ def fused_kda_gate(
         >>> kda.fused_kda_gate(torch.randn(7, 4 * 32), torch.zeros(4), 32, safe_gate=True).shape
         torch.Size([7, 4, 32])
     """
-    seen = check.once(_check_gate, locals())
+    seen = known.once(_check_gate, locals())
     H, K = g.shape[-1] // head_k_dim, head_k_dim
 
     def views() -> list[Tensor | None]:
@@ -289,7 +289,7 @@ def chunk_kda(
     """
     _only_hints(kwargs)
     del kwargs
-    seen = check.once(_check_chunk, locals())
+    seen = known.once(_check_chunk, locals())
     return call(
         "chunk", "chunk_kda", q.device,
         q, k, v, g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel,
@@ -349,7 +349,7 @@ def chunk_kda_with_fused_gate(
     """
     _only_hints(kwargs)
     del kwargs
-    seen = check.once(_check_chunk_with_gate, locals())
+    seen = known.once(_check_chunk_with_gate, locals())
     return call(
         "chunk", "chunk_kda", q.device,
         q, k, v, raw_g, beta, _scale(scale, q), initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel,
@@ -425,7 +425,7 @@ def fused_recurrent_kda(
     del kwargs
     if not compute_gate:
         a_log = g_bias = lower_bound = None
-    seen = check.once(_check_recurrent, locals())
+    seen = known.once(_check_recurrent, locals())
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     lower_bound = None if lower_bound is None else float(lower_bound)
@@ -517,7 +517,7 @@ def rms_norm_gated(
         >>> kda.rms_norm_gated(x, g, torch.ones(32), None, activation="sigmoid").shape
         torch.Size([5, 2, 32])
     """
-    seen = check.once(_check_norm, locals())
+    seen = known.once(_check_norm, locals())
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     residual_out = None
     if prenorm:
@@ -577,7 +577,7 @@ def gather_initial_states(state: Tensor, indices: Tensor, has_initial_state: Ten
         >>> kda.gather_initial_states(pool, torch.tensor([3, 1]), torch.tensor([True, False]))[1].any()
         tensor(False)
     """
-    seen = check.once(_check_gather, locals())
+    seen = known.once(_check_gather, locals())
     return call("states", "gather_initial_states", state.device, state, indices, has_initial_state, seen=seen)
 
 
@@ -602,7 +602,7 @@ def scatter_states(state: Tensor, src: Tensor, indices: Tensor) -> None:
         >>> pool.flatten(1).any(1)
         tensor([False, False, False,  True])
     """
-    seen = check.once(_check_scatter, locals())
+    seen = known.once(_check_scatter, locals())
     call("states", "scatter_states", state.device, state, src, indices, seen=seen)
 
 

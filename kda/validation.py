@@ -22,62 +22,6 @@ CONV_WIDTHS = range(2, 9)
 WINDOWS = range(1, 9)  # tokens of a speculative window
 
 
-MOST_SEEN = 1024
-
-
-class Seen:
-    """Arguments of one operation but for the tensors' contents and addresses: what checks of them decided holds again.
-
-    `launches` is for backends: what they prepared for such arguments.
-    """
-
-    __slots__ = ("checked", "extents", "launches", "layouts")
-
-    def __init__(self) -> None:
-        self.checked, self.extents, self.launches, self.layouts = False, {}, {}, None
-
-    def views(self, tensors: Sequence[Tensor | None], make: Callable[[], Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """`make()`, views of `tensors` one by one, which gives the same shapes and strides in every call."""
-        if self.layouts is None:
-            views = make()
-            self.layouts = [None if x is None else (x.shape, x.stride()) for x in views]
-            return views
-        return [None if x is None else x.as_strided(*layout) for x, layout in zip(tensors, self.layouts)]
-
-
-_seen: dict[tuple, Seen] = {}
-
-
-def seen(*args) -> Seen:
-    """The entry of these arguments; a new one each time under `KDA_CHECK=1`, which looks at contents."""
-    if checking():
-        return Seen()
-    key = tuple([(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x for x in args])
-    try:
-        found = _seen.get(key)
-    except TypeError:  # not hashable: an argument that no check will accept
-        return Seen()
-    if found is None:
-        if len(_seen) >= MOST_SEEN:
-            _seen.clear()
-        found = _seen[key] = Seen()
-    return found
-
-
-def once(validate: Callable[..., None], given: dict) -> Seen:
-    """Checks an operation's arguments by name, `validate(**given)`, unless arguments alike have passed that before.
-
-    Whether `out` shares memory with another tensor is asked every time.
-    """
-    found = seen(validate, *given.values())
-    if not found.checked:
-        validate(**given)
-        found.checked = True
-    if given.get("out") is not None:
-        apart(seen=found, **given)
-    return found
-
-
 def refuse(name: str, got, accepted: str, error: type[Exception] = ValueError):
     raise error(f"`{name}`: got {got}; accepted: {accepted}")
 
@@ -251,7 +195,7 @@ def _rows(x: Tensor, origin: int, period: int) -> tuple[int, int] | None:
     return (first, first + width * size) if first + width * size <= period else None
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def span(x: Tensor) -> tuple[int, int]:
     """First and end address of what `x` can touch."""
     start, size = x.data_ptr(), x.element_size()
     if x.is_contiguous():
@@ -263,7 +207,7 @@ def may_share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether an element of `a` may lie where one of `b` does. Column slices of one buffer are told apart."""
     if a.numel() == 0 or b.numel() == 0:
         return False
-    spans = [_span(a), _span(b)]
+    spans = [span(a), span(b)]
     if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
         return False
     origin = min(a.data_ptr(), b.data_ptr())
@@ -283,23 +227,6 @@ def output(out, shape: tuple, dtype: torch.dtype, like: Tensor, last_dim: bool =
         strided("out", out)
     elif overlaps_itself(out):
         refuse("out", f"strides {out.stride()}", "elements that do not overlap")
-
-
-def apart(out: Tensor, seen: Seen, **inputs) -> None:
-    """`out` shares no memory with a tensor of `inputs`, of which a repeated call asks for the addresses only."""
-    extents = seen.extents
-    if not extents:
-        for name, x in (("out", out), *inputs.items()):
-            if isinstance(x, Tensor):
-                first, end = _span(x)
-                extents[name] = end - first
-    start = out.data_ptr()
-    end = start + extents["out"]
-    for name, x in inputs.items():
-        if name in extents:
-            first = x.data_ptr()
-            if first < end and start < first + extents[name] and may_share_memory(out, x):
-                refuse("out", f"memory that `{name}` uses", "a buffer of its own")
 
 
 def common_rows(name: str, tensors: Sequence[Tensor | None], limit: int) -> list[Tensor | None]:

@@ -11,7 +11,7 @@ from helpers import (BF16, DTYPES, FP16, FP32, GPU, assert_accurate, assert_only
                      recurrent, replace, starts)
 
 import kda
-from kda import validation
+from kda import known
 
 NAN = float("nan")
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -471,7 +471,7 @@ def test_a_walk_in_segments_equals_the_recurrence(backend, monkeypatch, shape, K
     counting.arg_names = kernel.arg_names
     monkeypatch.setattr(walk._combine, "kernel", counting())
     monkeypatch.setattr(walk, "segment_chunks", lambda *_: 2)
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     shape = dict(lens=(0, 5, 32, 0, 33, 64, 150, 1)) if shape == "packed" else dict(B=2, T=70)
     x = make(**shape, K=K, V=V, dtype=dtype, device=backend.device)
     o, final = chunk(x)

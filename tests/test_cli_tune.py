@@ -20,7 +20,7 @@ if INTERPRETED:
     pytest.skip("nothing is compiled there", allow_module_level=True)
 
 import kda  # noqa: E402
-from kda import validation  # noqa: E402
+from kda import known  # noqa: E402
 from kda.cli import main, space, stopwatch, sweep, tables, trial, tune, tuner, using, verdict, workloads  # noqa: E402
 from kda.cli import record as records  # noqa: E402
 from kda.cli.trial import Outcome  # noqa: E402
@@ -64,7 +64,7 @@ def conv_space(monkeypatch):
     overwritten) and one that no compiler takes; the configuration in use is a slow one, in this process."""
     monkeypatch.setitem(space.CPU, CONV, [GOOD, WRONG, FAILING])
     monkeypatch.setitem(configs.DEFAULTS, CONV, lambda **_: SLOW)
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
 
 
 # ------------------------------------------------------------------------------------------------------------ end to end
@@ -582,14 +582,15 @@ def test_overrides_hold_for_launches_that_are_repeated(monkeypatch):
     """A call is launched again from addresses as it was before, until a configuration is put in, and after it is gone."""
     asked, pick = [], configs.pick
     monkeypatch.setattr(configs, "pick", lambda kernel, **shape: asked.append(pick(kernel, **shape)) or asked[-1])
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     call = workloads.make("fused_recurrent", Work(2, (1, 1)), CPU).call
     with kda.use_backend("triton"):
         for config in ({}, {"BV": 32}, {}):
             with using.using("fused_recurrent", config):
                 for _ in range(3):
                     call()
-                (seen,) = validation._seen.values()
+                (called,) = known._known.values()
+                (seen,) = called.all.values()
                 assert len(seen.launches) == 1
         call()
     assert [found["BV"] for found in asked] == [128, 32, 128, 128]
@@ -610,7 +611,7 @@ def test_a_kernel_alone_works_on_what_the_others_left(part, own, monkeypatch):
         want, state = watch.case(work).call()
         with watch.ready({}, work) as call:
             launched.clear()
-            validation._seen.clear()
+            known.forget()
             got, last = call()
             assert launched == [own]
             call()
@@ -729,7 +730,7 @@ def test_launchers_ask_as_the_sizes_say(part, name, monkeypatch):
     """So that the regimes above are those which a sweep's launches are in, and the configuration in use is theirs."""
     asked, pick = [], configs.pick
     monkeypatch.setattr(configs, "pick", lambda kernel, **shape: asked.append((kernel, shape)) or pick(kernel, **shape))
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     work = space.SIZES[part][name].small[0]
     with kda.use_backend("triton"):
         workloads.make(part, work, CPU).call()

@@ -408,14 +408,14 @@ def test_the_configuration_of_a_gpu_computes_the_same(backend, shape, state_dtyp
     """State tiles in three dims, slices of V: what runs on a GPU, here run where the tests run."""
     if backend.name == "reference":
         pytest.skip("has no configurations")
-    from kda import validation
+    from kda import known
     from kda.triton import configs
 
     x = make(**SHAPES[shape], dtype=FP32, device=backend.device, state_dtype=state_dtype)
     before = x.copy()
     want, history, state = expected(x)
     choose = configs.DEFAULTS["kda_decode"]
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     monkeypatch.setitem(configs.DEFAULTS, "kda_decode",
                         lambda **shape: choose(**{**shape, "device": torch.device("cuda")}))
     assert_accurate(decode(x), want, FP32)

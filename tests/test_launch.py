@@ -9,7 +9,7 @@ from helpers import BF16, DEVICE, FP32, GPU, INTERPRETED, KERNELS, randn
 from test_library import CASES
 
 import kda
-from kda import validation
+from kda import known, validation
 from kda.serving import Batch, Decode, Prefill, Verify
 from kda.serving.forward import kda_step
 
@@ -55,6 +55,10 @@ OPERATIONS = {
 SMALL = ("conv1d", "kda_gate", "rms_norm", "states")  # kernels that compile in no time
 SWITCHES = dict(activation="silu", scale=0.5, eps=0.1, lower_bound=-3.0, safe_gate=False, threshold=0.5, prenorm=True,
                 null_block_id=3, residual_in_fp32=True)  # fmt: skip
+
+
+def remembered():
+    return sum(len(called.all) for called in known._known.values())
 
 
 def shifted(x):
@@ -133,7 +137,7 @@ def bound(monkeypatch):
         names.append(self.__name__)
         return bind(self, *args, **kwargs)
 
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     monkeypatch.setattr(JITFunction, "run", run)
     return names
 
@@ -156,7 +160,7 @@ def test_launches_again_are_those_of_a_first_call(case, monkeypatch, bound):
                 continue
             assert bool(bound) == (not turn), f"{variant}, turn {turn}: {bound} through the binder"
             with monkeypatch.context() as patch:
-                patch.setattr(validation, "seen", lambda *_: validation.Seen())
+                patch.setattr(known, "find", lambda _, args: known.Known().find(args))
                 want = results(name, arguments(build, change, turn))
             for a, b in zip(got, want, strict=True):
                 assert a.dtype == b.dtype and torch.equal(a, b), f"{variant}, turn {turn}"
@@ -254,14 +258,14 @@ def test_what_a_caller_hands_over_for_nothing_is_not_kept():
 
     args, metadata = valid.causal_conv1d_fn(DEVICE[KERNELS]), Metadata()
     kda.causal_conv1d_fn(**args)
-    count, gone = len(validation._seen), weakref.ref(metadata)
+    count, gone = remembered(), weakref.ref(metadata)
     kda.causal_conv1d_fn(**args, metadata=metadata)
     kda.chunk_kda(**valid.chunk_kda(DEVICE[KERNELS]))
-    after = len(validation._seen)
+    after = remembered()
     kda.chunk_kda(**valid.chunk_kda(DEVICE[KERNELS]), chunk_indices=torch.zeros(1))
     del metadata
     gc.collect()
-    assert gone() is None and count <= after <= count + 1 and len(validation._seen) == after
+    assert gone() is None and count <= after <= count + 1 and remembered() == after
 
 
 # ------------------------------------------------------------------------------------------------------ the decode step
@@ -327,10 +331,11 @@ def test_hooks_of_triton_still_see_every_launch(monkeypatch):
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(validation, "MOST_SEEN", 3)
+    monkeypatch.setattr(known, "_known", {})
+    monkeypatch.setattr(known, "MOST_SEEN", 3)
     for N in range(1, 9):
         step(N, 2, 32, torch.float32)
-        assert len(validation._seen) <= 3
+        assert remembered() <= 3
 
 
 def test_a_bad_call_after_a_good_one_is_refused():

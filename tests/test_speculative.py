@@ -598,14 +598,14 @@ def test_the_configuration_of_a_gpu_computes_the_same(backend, shape, monkeypatc
     """State tiles in three dims: what runs on a GPU, here run where the tests run."""
     if backend.name == "reference":
         pytest.skip("has no configurations")
-    from kda import validation
+    from kda import known
     from kda.triton import configs
 
     x, tokens, lens, slots = case(shape, dtype=FP32, device=backend.device)
     other, counts = x.copy(), [1] * len(slots)
     want = [other.verify(tokens, lens, slots), other.verify(tokens, lens, slots, counts)]
     other.commit(slots, counts)
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     for name in ("kda_verify", "kda_commit"):
         choose = configs.DEFAULTS[name]
         monkeypatch.setitem(configs.DEFAULTS, name,

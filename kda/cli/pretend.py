@@ -111,13 +111,13 @@ def tables(target: Target) -> list[ModuleType]:
 
 def take(table_of: ModuleType | None) -> None:
     """From here on the device is one that has this table, or none."""
-    from kda import validation
+    from kda import known
     from kda.triton.configs import table
 
     name = table_of.NAMES[0] if table_of else ""
     table.device_name = lambda device: name
     table.of.cache_clear()
-    validation._seen.clear()  # it remembers what launchers have decided
+    known.forget()  # it remembers what launchers have decided
 
 
 @contextlib.contextmanager

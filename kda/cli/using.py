@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kda import validation
+from kda import known
 from kda.cli.workloads import Work
 from kda.triton import chunk, configs, launch, walk
 from kda.triton.configs import regimes
@@ -61,13 +61,13 @@ def using(part: str, config: dict) -> Iterator[None]:
     """Within the block launches of `part` take `config` where it differs; {} is what they take anyway."""
     before = dict(configs.overrides)
     configs.overrides[part] = config
-    validation._seen.clear()  # or what was launched before would be launched again
+    known.forget()  # or what was launched before would be launched again
     try:
         yield
     finally:
         configs.overrides.clear()
         configs.overrides.update(before)
-        validation._seen.clear()
+        known.forget()
 
 
 class _Nothing:
@@ -90,13 +90,13 @@ def alone(part: str) -> Iterator[None]:
     kernels = [other.kernel for other in others]
     for other in others:
         other.kernel = _Nothing()
-    validation._seen.clear()
+    known.forget()
     try:
         yield
     finally:
         for other, kernel in zip(others, kernels):
             other.kernel = kernel
-        validation._seen.clear()
+        known.forget()
 
 
 class Scratch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda import library
+from kda import known, library
 from kda import validation as check
 from kda.dispatch import call
 from kda.layer_ops import check_draft, check_layer_tokens, kda_decode, layer_rule
@@ -148,7 +148,7 @@ def kda_step(
     given = dict(locals())
     batch = Batch.unchecked(given)
     full = verify_slots is not None and verify_slots.dim() == 2
-    seen = check.seen("kda_forward", *given.values())
+    seen, tensors = known.find("kda_forward", [*given.values()])
     if not seen.checked:
         _check(
             batch, qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, conv_weight, A_log, g_bias, norm_weight,
@@ -157,7 +157,7 @@ def kda_step(
         check.output(out, out_gate.shape, qkv.dtype, qkv)
         seen.checked = True
     if out is not None:
-        check.apart(out, seen, **{name: x for name, x in given.items() if isinstance(x, Tensor) and name != "out"})
+        known.apart(seen, tensors, given)
 
     # What launches were is kept under `seen`: no kernel is launched twice in a step but the norm, which the window tags.
     rule = layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation)

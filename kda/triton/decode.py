@@ -184,14 +184,16 @@ def kda_decode(
     norm_weight, scale, lower_bound, eps, activation, out, out_rows=None, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.decode.kda_decode` takes them. Returns the output."""
-    N, HV, V, K = len(qkv), *ssm_state.shape[1:]
     if out is None:
-        out = torch.empty(N, HV, V, dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty(out_gate.shape, dtype=qkv.dtype, device=qkv.device)
     tensors = (
         qkv, raw_g, beta, out_gate, ssm_state_indices, conv_weight, conv_bias, A_log, g_bias, norm_weight, conv_state,
         ssm_state, out, out_rows,
     )  # fmt: skip
-    if not N or _launch.again(seen, tensors):
+    if _launch.again(seen, tensors):
+        return out
+    N, HV, V, K = len(qkv), *ssm_state.shape[1:]
+    if not N:
         return out
     H = (qkv.shape[1] - HV * V) // (2 * K)
     cfg = configs.pick("kda_decode", K=K, V=V, itemsize=ssm_state.element_size(), device=qkv.device)

@@ -8,8 +8,9 @@ addresses alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import prod
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from triton.runtime import driver
 class Launch:
     """Launches of one kernel, `kernel[(programs,)](*tensors, *numbers, **constants)`.
 
-    `seen` (kda.validation.Seen) stands for all that decides programs, numbers and constants, beside `tag` where an
+    `seen` (kda.known.Seen) stands for all that decides programs, numbers and constants, beside `tag` where an
     operation launches the kernel more than once. Which code runs depends on nothing else but which addresses are
     multiples of 16.
     """
@@ -33,7 +34,7 @@ class Launch:
         if seen is None or not seen.launches or _hooked():
             return None
         addresses = [x if type(x) is int else x.data_ptr() for x in tensors if x is not None]
-        launch = seen.launches.get((self, tag, *[address % 16 for address in addresses]))
+        launch = seen.launches.get((self, tag, _alignment(addresses)))
         return None if launch is None else partial(launch, addresses)
 
     def again(self, seen, tensors: tuple[Tensor | int | None, ...], tag=None) -> bool:
@@ -57,8 +58,7 @@ class Launch:
         else:
             launch = self._repeat_on_gpu(compiled, programs, tensors, numbers, constants)
         if launch is not None:
-            addresses = [x.data_ptr() for x in tensors if x is not None]
-            seen.launches[(self, tag, *[address % 16 for address in addresses])] = launch
+            seen.launches[self, tag, _alignment([x.data_ptr() for x in tensors if x is not None])] = launch
 
     def _repeat_on_gpu(self, compiled, programs: int, tensors: tuple, numbers: tuple, constants: dict) -> Callable:
         """A launch from addresses: Triton's own launchers take them in place of tensors."""
@@ -102,6 +102,11 @@ class Scratch:
             memory[place : place + prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for place, (shape, dtype) in zip(self.places, self.parts)
         ]
+
+
+def _alignment(addresses: list[int]) -> tuple[int, ...] | None:
+    """Which addresses are multiples of 16; None if all are."""
+    return tuple([address % 16 for address in addresses]) if reduce(or_, addresses, 0) % 16 else None
 
 
 def _hooked() -> bool:

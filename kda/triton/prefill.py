@@ -144,19 +144,21 @@ def kda_prefill(
     out, out_rows=None, seen=None,
 ):  # fmt: skip
     """Launcher; the arguments as `kda.reference.prefill.kda_prefill` takes them. Returns the output."""
-    T, (HV, K), V, W = len(qkv), raw_g.shape[1:], out_gate.shape[2], conv_weight.shape[1]
-    H = (qkv.shape[1] - HV * V) // (2 * K)
-    limit = None if out is None else cu_seqlens[-1:]
-    if out is None:
+    T, HV, V = out_gate.shape
+    fresh = out is None
+    if fresh:
         out = torch.empty(T, HV, V, dtype=qkv.dtype, device=qkv.device)
     keeps = checkpoint_offsets is not None and checkpoint_offsets.numel() and T
     kept = (checkpoint_offsets, checkpoint_indices) if keeps else ()
     if has_initial_state is not None and repeat(
         seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, H * K, *kept,
+        conv_weight, conv_bias, A_log, g_bias, norm_weight, out, fresh, out_rows, *kept,
     ):  # fmt: skip
         return out
 
+    K, W = raw_g.shape[2], conv_weight.shape[1]
+    H = (qkv.shape[1] - HV * V) // (2 * K)
+    limit = None if fresh else cu_seqlens[-1:]
     slots = min(conv_state.shape[0], ssm_state.shape[0])
     conv_state, ssm_state = conv_state[:slots], ssm_state[:slots]
     if has_initial_state is None:
@@ -179,24 +181,26 @@ def kda_prefill(
         parts = [(y.shape, qkv.dtype) for y in (qkv, out_gate)]
         if keeps:
             parts += scratch_of_checkpoints(cu_seqlens, checkpoint_offsets).parts
-        seen.launches["prefill"] = Scratch(qkv.device, *parts, *seen.launches["chunk"].scratch.parts)
+        scratch = Scratch(qkv.device, *parts, *seen.launches["chunk"].scratch.parts)
+        seen.launches["prefill"] = scratch, H * K * qkv.element_size(), (len(cu_seqlens) - 1) * cu_seqlens.element_size()
     return out
 
 
 def repeat(
     seen, qkv, raw_g, beta, out_gate, conv_state, ssm_state, ssm_state_indices, cu_seqlens, has_initial_state,
-    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, limit, out_rows, keys: int, *kept,
+    conv_weight, conv_bias, A_log, g_bias, norm_weight, out, fresh: bool, out_rows, *kept,
 ) -> bool:  # fmt: skip
     """Launches again as before for the same `seen`; False if that is not to be had.
 
-    `keys`: columns of q, and of k; `kept`: offsets and slots of checkpoints, if there are any.
+    `fresh`: `out` has no contents to keep; `kept`: offsets and slots of checkpoints, if there are any.
     """
-    between = None if seen is None else seen.launches.get("prefill")  # what the kernels hand on, of all stages
-    if between is None:
+    found = None if seen is None else seen.launches.get("prefill")
+    if found is None:
         return False
+    between, keys, last = found  # what the kernels hand on, of all stages; bytes of q's columns, and before the last offset
     memory = between.empty()
     x, o, *scratch = between.addresses(memory)
-    q, k, v = x, x + keys * qkv.element_size(), x + 2 * keys * qkv.element_size()
+    q, k, v, limit = x, x + keys, x + 2 * keys, None if fresh else cu_seqlens.data_ptr() + last
     launches, parts = [], (cu_seqlens,)
     if kept:
         parts, scratch = scratch[:3], scratch[3:]

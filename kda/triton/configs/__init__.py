@@ -176,7 +176,7 @@ DEFAULTS: dict[str, Callable[..., dict]] = {
 OPTIONS = {"num_warps", "num_stages", "maxnreg", "waves_per_eu"}  # that any kernel takes, default or not
 
 # A sweep's: entries by part (regimes.parts) that come before all others. They hold for launches that nothing prepared
-# earlier, so whoever changes them forgets those (kda.validation._seen).
+# earlier, so whoever changes them forgets those (kda.known.forget).
 overrides: dict[str, dict] = {}
 
 
