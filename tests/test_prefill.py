@@ -11,7 +11,7 @@ from helpers import (BF16, DEVICE, FP16, FP32, GPU, INTERPRETED, KERNELS, assert
                      bf16_on_gpu, call, each_dtype, frame, gpu_subset, ints, on_backends, rand, randn, starts, state_dtype_of)
 
 import kda
-from kda import validation
+from kda import known
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -158,7 +158,7 @@ def test_a_walk_in_segments_reads_and_writes_the_pool(backend, monkeypatch, dtyp
     if backend.name == "reference":
         pytest.skip("the reference has no segments")
     monkeypatch.setattr(importlib.import_module("kda.triton.walk"), "segment_chunks", lambda *_: 2)
-    monkeypatch.setattr(validation, "_seen", {})
+    monkeypatch.setattr(known, "_known", {})
     x = prompts((0, 100, 32, 5, 64, 33), [5, 3, 0, 99, 2, 7], K=64, V=48, device=backend.device, dtype=dtype)
     before, o = x.but(), x.run()
     assert_right(before, o, x.conv_state, x.ssm_state)
