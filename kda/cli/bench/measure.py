@@ -118,15 +118,20 @@ def copy_bytes_per_s(device: torch.device, mib: int) -> float:
     return nbytes / (statistics.median(sum((burst() for _ in range(4)), [])) * 1e-3)
 
 
-def host_us(call: Call, device: torch.device, calls: int = 50) -> float | None:
-    """Microseconds that a launch keeps the host, the GPU working beside it; None on a CPU."""
+def host_us(call: Call, device: torch.device, calls: int = 50) -> tuple[float | None, float | None]:
+    """Microseconds that a launch keeps the host, the GPU working beside it, and those of torch's `add_`; None on a CPU.
+
+    The two take turns: hosts are shared, and launch half as fast at one time as at another.
+    """
     if not on_gpu(device):
-        return None
-    times = []
+        return None, None
+    one, times = torch.ones(1, device=device), ([], [])
     for _ in range(calls):
-        torch.cuda.synchronize()
-        times.append(1e3 * _wall_ms(call))
-    return statistics.median(times)
+        for launch, taken in zip((call, lambda: one.add_(1)), times):
+            torch.cuda.synchronize()
+            taken.append(1e3 * _wall_ms(launch))
+    ours, add = map(statistics.median, times)
+    return ours, add
 
 
 def kernel_us(call: Call, device: torch.device) -> dict[str, float]:

@@ -10,7 +10,8 @@ from kda.cli.bench.rows import Results, Row, save
 
 HOW = {
     True: "Times are medians out of CUDA graphs, so without launching; `eager` ones are of calls launched one by one, between "
-          "events. Calls of a row take turns.",
+          "events. Calls of a row take turns. `launched in us` is how long a call keeps the host, which is shared and not always as "
+          "fast: torch's `add_`, the smallest of launches, takes turns with it.",
     False: "Times are medians of whole calls, which take turns in short bursts.",
 }  # fmt: skip
 

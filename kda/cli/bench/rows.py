@@ -27,7 +27,7 @@ class Row:
     `ms`: by name the median "ms", the quartiles "q1" and "q3", and "samples". `failed`: by name, in words. `floor_ms`: by
     name, what its bytes take at the bandwidth of a copy. `errors`: by name the relative "output" and "state" against the
     recurrence in fp64, None where not finite, and the "bound" of each, or None where they are only shown. `host_us`: how long
-    a launch keeps the host. `waits`: where a call waits for the GPU, in torch's words.
+    a launch keeps the host, `add_us`: how long torch's `add_` does. `waits`: where a call waits for the GPU, in torch's words.
     """
 
     part: str
@@ -38,6 +38,7 @@ class Row:
     floor_ms: dict[str, float] = field(default_factory=dict)
     errors: dict[str, dict] = field(default_factory=dict)
     host_us: float | None = None
+    add_us: float | None = None
     kernel_us: dict[str, float] = field(default_factory=dict)
     waits: str | None = None
     facts: dict = field(default_factory=dict)

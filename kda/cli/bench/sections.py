@@ -126,6 +126,7 @@ def columns(part: str, rows: list[Row], gpu: bool) -> list[Column]:
     found += [
         Column("of the floor", lambda row: factor(row.of_floor(main), ratios.most_of_floor(row, gpu))),
         fact("launched in us", lambda row: None if row.host_us is None else f"{row.host_us:.0f}"),
+        fact("torch's add_", lambda row: None if row.add_us is None else f"{row.add_us:.0f}"),
         fact("waits for the GPU", lambda row: f"**{row.waits}**" if row.waits else None), error("output"), error("state"),
     ]  # fmt: skip
     return found

@@ -66,7 +66,7 @@ class Session:
 
     def launching(self, row: Row, call: measure.Call) -> None:
         """Of a call that has run: how long it keeps the host, whether it waits for the GPU, its kernels."""
-        row.host_us = attempt(row, "launching", lambda: measure.host_us(call, self.device))
+        row.host_us, row.add_us = attempt(row, "launching", lambda: measure.host_us(call, self.device)) or (None, None)
         row.waits = attempt(row, "waits", lambda: measure.waits(call, self.device))
         row.kernel_us = attempt(row, "kernels", lambda: measure.kernel_us(call, self.device)) or {}
 
