@@ -40,14 +40,13 @@ def backend_for(device: torch.device | str) -> str:
         RuntimeError: Triton was asked for and cannot serve the device.
         ValueError: `KDA_BACKEND` holds an unknown word.
     """
-    return _backend(torch.device(device).type, _override.get(), variable("KDA_BACKEND"), variable("TRITON_INTERPRET"))
+    return _resolve(torch.device(device).type, *_asked())[0]
 
 
 def why(device: torch.device | str) -> str:
     """In words: which backend serves `device`, and why not a better one."""
     kind = torch.device(device).type
-    asked, interpret = variable("KDA_BACKEND"), variable("TRITON_INTERPRET")
-    backend, reason = _resolve(kind, _request(_override.get(), asked), _interpreting(interpret))
+    backend, reason = _resolve(kind, *_asked())
     return f"{kind} tensors go to {backend}: {reason}"
 
 
@@ -69,7 +68,7 @@ def call(stage: str, operation: str, device: torch.device, *args, **hints):
 
     `hints` are for Triton's launchers: they may save time and change no result.
     """
-    backend = _backend(device.type, _override.get(), variable("KDA_BACKEND"), variable("TRITON_INTERPRET"))
+    backend = _resolve(device.type, *_asked())[0]
     function = getattr(_module(stage, backend == "reference"), operation)
     if backend == "reference":
         return function(*args)
@@ -115,23 +114,15 @@ def _known(name: str, source: str) -> str:
     return name
 
 
-def _request(override: str | None, asked: str | None) -> str:
-    return override or _known(asked or "auto", "KDA_BACKEND")
-
-
-def _interpreting(asked: str | None) -> bool:
-    return asked is not None and asked.lower() in ("1", "true", "on", "yes", "y")
+def _asked() -> tuple[str | None, str | None, str | None]:
+    return _override.get(), variable("KDA_BACKEND"), variable("TRITON_INTERPRET")
 
 
 @functools.cache
-def _backend(kind: str, override: str | None, asked: str | None, interpret: str | None) -> str:
-    """Cached, as every call of an operation asks."""
-    return _resolve(kind, _request(override, asked), _interpreting(interpret))[0]
-
-
-@functools.cache
-def _resolve(kind: str, request: str, interpreting: bool) -> tuple[str, str]:
-    """(backend, reason) for a device type; cached, as every call of an operation asks."""
+def _resolve(kind: str, override: str | None, wanted: str | None, interpret: str | None) -> tuple[str, str]:
+    """(backend, reason) for a device type and what was asked for; cached, as every call of an operation asks."""
+    request = override or _known(wanted or "auto", "KDA_BACKEND")
+    interpreting = interpret is not None and interpret.lower() in ("1", "true", "on", "yes", "y")
     if request == "reference":
         return "reference", "it was asked for by KDA_BACKEND or use_backend()"
     problem = _triton_problem()

@@ -148,16 +148,7 @@ def kda_step(
     given = dict(locals())
     batch = Batch.unchecked(given)
     full = verify_slots is not None and verify_slots.dim() == 2
-    seen, tensors = known.find("kda_forward", [*given.values()])
-    if not seen.checked:
-        _check(
-            batch, qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, conv_weight, A_log, g_bias, norm_weight,
-            conv_bias, lower_bound, activation,
-        )  # fmt: skip
-        check.output(out, out_gate.shape, qkv.dtype, qkv)
-        seen.checked = True
-    if out is not None:
-        known.apart(seen, tensors, given)
+    seen = known.once(_check, given)
 
     # What launches were is kept under `seen`: no kernel is launched twice in a step but the norm, which the window tags.
     rule = layer_rule(raw_g.shape[2], A_log, g_bias, norm_weight, scale, lower_bound, eps, activation)
@@ -214,10 +205,11 @@ def kda_step(
 
 
 def _check(
-    batch: Batch, qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, conv_weight, A_log, g_bias, norm_weight,
-    conv_bias, lower_bound, activation,
+    qkv, raw_g, beta, out_gate, conv_state, ssm_state, records, conv_weight, A_log, g_bias, norm_weight, conv_bias,
+    lower_bound, activation, out, **fields,
 ) -> None:  # fmt: skip
     """All that the operations check, before the first of them writes."""
+    batch = Batch.unchecked(fields)
     T = check_layer_tokens(
         qkv, raw_g, beta, out_gate, conv_state, ssm_state, conv_weight, A_log, g_bias, norm_weight, conv_bias, lower_bound,
         activation,
@@ -257,6 +249,7 @@ def _check(
     if batch.commit_slots is not None:
         counts = batch.num_committed_tokens
         _check_drafts(conv_state, ssm_state, records, batch.commit_slots, counts, len(counts), past, qkv)
+    check.output(out, out_gate.shape, qkv.dtype, qkv)
 
 
 def _check_drafts(conv_state, ssm_state, records, slots, counts, N: int, past: int, like: Tensor) -> int:
